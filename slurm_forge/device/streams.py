@@ -65,17 +65,17 @@ def when_done(devices: Collection[torch.device]) -> Callable[[], None]:
 
 
 @contextmanager
-def beside(device: torch.device, *, behind: bool = False) -> Iterator[None]:
+def beside(device: torch.device, *, behind: Event | None = None) -> Iterator[None]:
     """A stream of its own, for which the current one does not wait.
 
-    ``behind``: it waits for what is queued on the current one now, such as the update that makes
-    the values it reads; else for nothing of it.
+    ``behind``: it waits for that event, such as one behind the update that makes the values it
+    reads; else for nothing of the current stream.
     """
     module = module_of(device)
     with module.device(device):
         own = module.Stream(device=device)
-        if behind:
-            own.wait_stream(module.current_stream(device))
+        if behind is not None:
+            own.wait_event(behind)
         with module.stream(own):
             yield
 

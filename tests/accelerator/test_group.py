@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from slurm_forge.device.groups import backends_for, small_group
+from slurm_forge.training.core.rank_variables import outlive_peers
 from tests.distributed.ranks import start_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("sim_in_ranks")]
@@ -96,6 +98,56 @@ def test_without_handling_the_work_alone_carries_the_error(tmp_path: Path) -> No
     first, _ = together(tmp_path, body, timeout_s=2, TORCH_NCCL_ASYNC_ERROR_HANDLING="0")
     assert first.ok, first
     assert "collective operation timeout" in first.value
+
+
+def test_a_rank_that_outlives_its_peers_can_tear_its_group_down(tmp_path: Path) -> None:
+    """Behind a collective that has timed out, and without an abort of its own."""
+
+    def body(rank: int) -> bool:
+        outlive_peers()
+        group = dist.new_group(backend="simccl", timeout=timedelta(seconds=1))
+        if rank == 1:
+            os._exit(7)
+        work = dist.all_reduce(torch.zeros(1, device="sim"), group=group, async_op=True)
+        until = time.monotonic() + LONG
+        while not work.is_completed() and time.monotonic() < until:
+            threading.Event().wait(0.01)
+        del work
+        dist.destroy_process_group(group)
+        del group
+        torch.sim.synchronize()
+        return torch.ones(2, device="sim").sum().item() == 2
+
+    first, _ = together(tmp_path, body)
+    assert first.ok and first.value, first
+
+
+def test_collectives_keep_the_order_of_their_calls_on_whatever_streams(tmp_path: Path) -> None:
+    def body(rank: int) -> list[float]:
+        x, y = torch.full((4,), 1.0, device="sim"), torch.full((4,), 10.0, device="sim")
+        torch.sim.set_jitter(0.003)
+        for _ in range(20):
+            work = dist.all_reduce(x, async_op=True)  # on the group's stream
+            dist.broadcast(y, src=0)  # on the current one
+            work.wait()
+            x.div_(2)
+        return [*x.tolist(), *y.tolist()]
+
+    assert [each.value for each in together(tmp_path, body)] == [[1.0] * 4 + [10.0] * 4] * 2
+
+
+def test_what_a_collective_reads_is_kept_until_it_has_read_it(tmp_path: Path) -> None:
+    def body(rank: int) -> list[float]:
+        torch.sim.set_latency(0.05)
+        out = torch.zeros(2 * 1024, device="sim")
+        given = torch.full((1024,), float(rank + 1), device="sim")
+        work = dist.all_gather_into_tensor(out, given, async_op=True)
+        del given
+        torch.full((1024,), 9.0, device="sim")  # in the memory that was freed, if it were
+        work.wait()
+        return out[::1024].tolist()
+
+    assert [each.value for each in together(tmp_path, body)] == [[1.0, 2.0]] * 2
 
 
 def test_an_abort_ends_the_kernel_that_waits_for_others(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ from slurm_forge.checkpoint.content.health import unhealthy_here
 from slurm_forge.checkpoint.content.training_state import TrainingState
 from slurm_forge.checkpoint.read.load import resume
 from slurm_forge.checkpoint.write.save import CheckpointWriter
+from slurm_forge.device.streams import event_behind
 from slurm_forge.store.identity import CheckpointName
+from slurm_forge.training.core.loss import LossHistory
 from tests.unit.checkpoint.helpers import no_fence, open_store
 
 Device = torch.device
@@ -61,6 +63,19 @@ def test_what_is_not_finite_is_seen_behind_the_update_that_made_it(sim: Device) 
     torch.sim.synchronize()
     weight.add_(math.nan)
     assert unhealthy_here([("models/model/weight", weight)]) == ("NaN in models/model/weight",)
+
+
+def test_a_save_waits_for_nothing_that_is_queued_behind_it(sim: Device) -> None:
+    """A collective that never ends would hold it for ever, and with it a rank's last words."""
+    weight, losses = torch.zeros(WIDTH, device=sim), LossHistory(sim)
+    weight.add_(math.nan)
+    losses.note(torch.full((), 2.0, device=sim))
+    updated, read = {sim: event_behind(sim)}, losses.on_host()
+    torch.sim.hang()
+    found = unhealthy_here([("models/model/weight", weight)], behind=updated)
+    assert found == ("NaN in models/model/weight",)
+    assert read() == [2.0]
+    torch.sim.release_hangs()
 
 
 def test_a_device_that_fails_fails_the_save_and_not_the_one_before(

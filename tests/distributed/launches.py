@@ -292,9 +292,13 @@ def launched(
     )
     arguments = (program, ranks, run.path, hub.addresses, hub.credentials, enter, tuple(hosts))
     facts: list[LaunchFacts] = []
-    conducting = threading.Thread(
-        target=lambda: facts.append(conductor.watch()), name="conductor", daemon=True
-    )
+
+    def conduct() -> None:
+        facts.append(conductor.watch())
+        if conductor._observations.ending_since is not None:  # what the front ends do
+            hub.abort("the launch is over")
+
+    conducting = threading.Thread(target=conduct, name="conductor", daemon=True)
     with contextlib.ExitStack() as stack:
         stack.callback(watch.close)
         stack.callback(hub.close)

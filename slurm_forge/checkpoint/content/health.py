@@ -16,7 +16,7 @@ from types import MappingProxyType
 import torch
 
 from slurm_forge.device.accelerator import on_accelerator
-from slurm_forge.device.streams import beside
+from slurm_forge.device.streams import Event, beside, event_behind
 
 #: Keys under it are figures about training, not state: they may hold any value.
 NOTES = "notes/"
@@ -35,6 +35,7 @@ class NotFinite(str, Enum):
 
 
 _NONE_ALLOWED: Mapping[str, NotFinite] = MappingProxyType({})
+_BEHIND_ALL: Mapping[torch.device, Event | None] = MappingProxyType({})
 #: Elements that are checked at once: every piece holds the interpreter lock.
 _PIECE = 4 << 20
 #: For each type: the integer type to read it as, infinity in it, and 1e20 (float16 has none).
@@ -74,10 +75,13 @@ def unhealthy_here(
     tensors: Iterable[tuple[str, torch.Tensor]],
     *,
     allowed: Mapping[str, NotFinite] = _NONE_ALLOWED,
+    behind: Mapping[torch.device, Event | None] = _BEHIND_ALL,
 ) -> tuple[str, ...]:
     """The same for tensors in place, which may change meanwhile.
 
     On a GPU they are checked there, in one pass beside training, and only the result is copied.
+    ``behind`` has for each device the event that this waits for, and for nothing that is queued
+    later: a collective there may never end.  Without one it waits for all that is queued now.
     """
     here: list[tuple[str, torch.Tensor]] = []
     there: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
@@ -87,10 +91,15 @@ def unhealthy_here(
         else:
             here.append((key, tensor))
     for device, some in there.items():
-        with beside(device, behind=True):
+        with beside(device, behind=behind.get(device) or event_behind(device)):
             norms = torch._foreach_norm([tensor for _, tensor in some], math.inf)
             largest = torch.stack([norm.float() for norm in norms]).tolist()
-        here += [pair for pair, top in zip(some, largest, strict=True) if not top < _HUGE]
+            # On this stream, too: any other may be stuck by now.
+            here += [
+                (key, tensor.detach().cpu())
+                for (key, tensor), top in zip(some, largest, strict=True)
+                if not top < _HUGE
+            ]
     return unhealthy(here, allowed=allowed)
 
 

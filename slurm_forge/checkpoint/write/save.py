@@ -80,7 +80,7 @@ from slurm_forge.checkpoint.write.shares import (
 from slurm_forge.checkpoint.write.tensor_keys import in_words
 from slurm_forge.device.accelerator import on_accelerator
 from slurm_forge.device.memory import can_pin
-from slurm_forge.device.streams import when_done
+from slurm_forge.device.streams import Event, event_behind, when_done
 from slurm_forge.errors import FencedError, RanksLostError
 from slurm_forge.store.directory import CheckpointStore
 from slurm_forge.store.identity import CheckpointName
@@ -188,6 +188,7 @@ class CheckpointWriter:
             raise
         document = captured.document  # so that the tensors are not kept during the write
         held = copies(captured, plan) if all_copies else ()
+        updated = {device: event_behind(device) for device in {each.device for _, each in held}}
         told = self._stage_documents.report(state.stages, document)
         filling, turn, own = Filling(), self._replicas.next_turn(name.step), self._own
         blocked: Future[timedelta] = Future()
@@ -230,6 +231,7 @@ class CheckpointWriter:
                 doubts,
                 fence,
                 held=held,
+                updated=updated,
                 told=told,
                 digest=digest,
                 facts=facts,
@@ -494,6 +496,7 @@ class CheckpointWriter:
         fence: Callable[[], None],
         *,
         held: Sequence[tuple[str, torch.Tensor]],
+        updated: Mapping[torch.device, Event | None],
         told: Json,
         digest: Future[StateDigest],
         facts: RankFacts,
@@ -514,7 +517,7 @@ class CheckpointWriter:
                 findings += check.result()
             findings += doubts()
             place = f"on rank {self._background_ranks.rank}"
-            problems = unhealthy_here(held, allowed=self._infinite or {})
+            problems = unhealthy_here(held, allowed=self._infinite or {}, behind=updated)
             findings += [f"{each} {place}" for each in problems if each not in findings]
             taken = digest.result()
             if self._background_ranks.rank == 0:

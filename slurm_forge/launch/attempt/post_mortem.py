@@ -11,7 +11,7 @@ from slurm_forge.journal import JournalWriter, RunState, RunStatus, fold, read_t
 from slurm_forge.journal.events import DecisionTaken, IncidentSeen
 from slurm_forge.journal.state import AttemptState
 from slurm_forge.knobs import process_environ
-from slurm_forge.launch.attempt.evidence import read_rank_failures
+from slurm_forge.launch.attempt.evidence import read_rank_failures, tail_of
 from slurm_forge.launch.attempt.next_decision import next_decision
 from slurm_forge.launch.conductor.stop_monitor import CLOCK, SCONTROL
 from slurm_forge.launch.render.rank_environment import effective_on_hang
@@ -19,6 +19,8 @@ from slurm_forge.recovery.incident.attempt_end import (
     SilentEnd,
     cause_of_ending,
 )
+from slurm_forge.recovery.incident.launch_facts import RankFailure
+from slurm_forge.recovery.incident.rank_exits import told_by_output
 from slurm_forge.run_directory import Claim, Fence, RunDirectory
 from slurm_forge.slurm.client import Slurm, SubprocessSlurm
 from slurm_forge.slurm.states import ACTIVE
@@ -30,6 +32,7 @@ from slurm_forge.vocabulary.decision import Decision
 _NOTICED = {SCONTROL: Cause.PREEMPTED, CLOCK: Cause.TIME_LIMIT}
 #: Nobody waits longer than this for what is only evidence.
 _PATIENCE = timedelta(seconds=5)
+_LOCAL = "local-"
 
 
 def post_mortem(
@@ -58,7 +61,7 @@ def post_mortem(
         return None  # it was killed after it had said what became of it
     ending = replace(
         _gather_ending(last, claim, slurm),
-        left=read_rank_failures(run, attempt=last.number, launch=launch),
+        left=_left_behind(run, last.job, attempt=last.number, launch=launch),
     )
     if not ending.restarted and ending.record is not None and ending.record.state in ACTIVE:
         return None  # another job, which is fenced from now on, and has not ended
@@ -90,6 +93,20 @@ def post_mortem(
     finally:
         journal.close()
     return decision
+
+
+def _left_behind(
+    run: RunDirectory, job: str, *, attempt: int, launch: int
+) -> tuple[RankFailure, ...]:
+    """What ranks, or their monitors, have left, with what the outputs of ranks add to it.
+
+    Outputs are found where ``slurm-forge run`` has put them; a supervisor reads those of its ranks.
+    """
+    number = job.removeprefix(_LOCAL)
+    return tuple(
+        told_by_output(each, tail_of(run.submissions / f"{number}_{each.rank}_log.err"))
+        for each in read_rank_failures(run, attempt=attempt, launch=launch)
+    )
 
 
 def _gather_ending(last: AttemptState, claim: Claim, slurm: Slurm | None) -> SilentEnd:

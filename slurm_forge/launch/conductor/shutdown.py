@@ -90,10 +90,14 @@ class Shutdown:
                 self._launched.kill()
         if observations.ending_since is None:
             return
+        if self._launched is None:
+            # This process is a rank, too, and its group's watchdog may end it once a peer leaves:
+            # first the end is judged and journaled, then whoever judged it has the ranks leave.
+            return
         since = now - observations.ending_since
         if since >= _LAST_WORDS_S:
             self._abort()
-        if since >= _LEAVE_S and self._launched is not None:
+        if since >= _LEAVE_S:
             self._launched.kill()
 
     def is_over(self, now: float) -> bool:

@@ -55,14 +55,15 @@ def cause_of_ending(ending: SilentEnd, incident_id: str) -> Incident:
     verdict = next((each for each in ending.left if each.cause is cause), None)
     steps = [each.step for each in ending.left]
     steps += [] if ending.step is None else [ending.step]
+    blamed = None if verdict is None or verdict.all_ranks else verdict
     return Incident(
         id=incident_id,
         cause=cause,
         confidence=confidence,
         evidence=(*evidence, *_noticed(ending)),
         step=max(steps, default=None) if verdict is None else verdict.step,
-        rank=None if verdict is None else verdict.rank,
-        hosts=hosts if verdict is None else (verdict.host,),
+        rank=None if blamed is None else blamed.rank,
+        hosts=hosts if blamed is None else (blamed.host,),
     )
 
 

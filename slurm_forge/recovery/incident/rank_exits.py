@@ -12,6 +12,7 @@ from slurm_forge.recovery.incident.launch_facts import (
     OF_PROGRAM,
     LaunchFacts,
     LostRank,
+    RankFailure,
 )
 from slurm_forge.recovery.incident.output_tail import (
     judge_end,
@@ -178,6 +179,22 @@ def first_lost(facts: LaunchFacts) -> LostRank | None:
         if not facts.lost and end.tasks:
             return LostRank(end.tasks[0], end.host)
     return facts.lost[0] if facts.lost else None
+
+
+def told_by_output(failure: RankFailure, output: str) -> RankFailure:
+    """What a rank's own output adds to its monitor's word that it went without a message.
+
+    A process that aborts has often said why, such as the watchdog of a group of NCCL's.  That one
+    names a rank that waited in vain, which says nothing against it.
+    """
+    dump = find_dump(output)
+    if failure.cause is not Cause.CRASH or dump is None or dump.signal != "SIGABRT":
+        return failure
+    verdict = judge_end(output, shared=False, by_signal=True, aborted=True)
+    if verdict is None:
+        return failure
+    waited = verdict.cause is Cause.HANG
+    return replace(failure, cause=verdict.cause, text=_short(verdict.text), all_ranks=waited)
 
 
 def _by_end(facts: LaunchFacts, end: TaskEnd | None) -> Judged | None:

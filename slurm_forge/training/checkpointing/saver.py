@@ -225,11 +225,11 @@ class Saver:
             seconds = time.monotonic() - started
             self._note(end, step=step, epoch=epoch, reason=reason, seconds=seconds)
 
-        losses = self._loss_history.snapshot()
+        losses = self._loss_history.on_host()
         unstable = (*self._instability(registry, progress), *doubts)
 
         def not_trusted() -> Sequence[str]:
-            recent = values(losses)
+            recent = losses()
             if self.catalog is not None:
                 return (*unstable, *doubtful(recent))
             # One rank judges outlying losses: with many ranks some always have a strange batch.

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from slurm_forge.device.accelerator import wide_device, widest_float
+from slurm_forge.device.streams import copy_to_host
 from slurm_forge.errors import UnsupportedError
 
 #: How many steps are remembered.
@@ -215,6 +216,20 @@ class LossHistory:
     def snapshot(self) -> torch.Tensor:
         """A copy of the present ring, to be read later, when it disturbs nobody."""
         return self.tensor().clone()
+
+    def on_host(self) -> Callable[[], list[float]]:
+        """Copy the ring as it is now; returns what reads the losses in it, oldest first.
+
+        The reader waits for the copy and for nothing that is queued later.
+        """
+        ring, arrived = copy_to_host(self.snapshot())
+
+        def read() -> list[float]:
+            if arrived is not None:
+                arrived.synchronize()
+            return values(ring)
+
+        return read
 
     @property
     def noted(self) -> int:

@@ -21,6 +21,12 @@ from slurm_forge.spec.run_file import RunFile
 from slurm_forge.vocabulary.plan import RecoveryPlan
 
 _LOOPBACK = "lo"
+#: What torch's NCCL (by an older name, too) and oneCCL groups do about an error or a timeout.
+_ERROR_HANDLING = (
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_XCCL_ASYNC_ERROR_HANDLING",
+)
 
 
 def take_on(file: RunFile, *, one_node: bool = False) -> None:
@@ -41,6 +47,18 @@ def take_on(file: RunFile, *, one_node: bool = False) -> None:
         if interface is not None:
             variables[GLOO_INTERFACE] = interface
     os.environ.update(variables)
+
+
+def outlive_peers() -> None:
+    """Have no process group end this process because a peer has left or does not come.
+
+    By default the watchdog of a group on a device does (ProcessGroupNCCL.hpp of torch).  Here
+    somebody else sees to that: the conductor beside this rank, or an order to abandon the launch.
+    To be called before groups are made; what is set already stays.
+    """
+    here = process_environ()
+    if not any(name in here for name in _ERROR_HANDLING):
+        os.environ.update({name: "0" for name in _ERROR_HANDLING if name.startswith("TORCH_")})
 
 
 def take_on_place(rank: int, local_rank: int, world_size: int, *, one_node: bool) -> None:

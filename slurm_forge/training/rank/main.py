@@ -29,7 +29,7 @@ from slurm_forge.training.core.rank_info import (
     place_from_environ,
     place_of_script,
 )
-from slurm_forge.training.core.rank_variables import take_on, take_on_place
+from slurm_forge.training.core.rank_variables import outlive_peers, take_on, take_on_place
 from slurm_forge.training.monitor.client import (
     MonitorClient,
     prepare_monitor,
@@ -206,6 +206,8 @@ def _open(
         )
         trusted = persistent is not None and trusts_process(file.job.recovery) and can_unwind()
         unwinding = Unwinding(leaving) if trusted else None
+        if survives_abort or (trusted and watchdog.enabled):
+            outlive_peers()
         member = Channel(
             rank=place.rank,
             world_size=place.world_size,

@@ -853,6 +853,7 @@ TORCH_LIBRARY(sim, m) {
     sim::reset_peaks(static_cast<int>(device));
   });
   m.def("set_latency(float seconds) -> ()", [](double seconds) { sim::set_latency(seconds); });
+  m.def("set_jitter(float seconds) -> ()", [](double seconds) { sim::set_jitter(seconds); });
   m.def("hold(bool held) -> ()", [](bool held) { sim::hold(held); });
   m.def("forbid_waits(bool forbidden) -> ()", [](bool it) { sim::forbid_waits(it); });
   m.def("hang() -> ()", [] {

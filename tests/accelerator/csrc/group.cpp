@@ -17,6 +17,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
@@ -144,7 +145,8 @@ class SimGroup final : public c10d::Backend {
 
   ~SimGroup() override {
     close();
-    // gloo's own end waits for what is under way, which a communicator that was aborted does not.
+    // gloo's own end waits for what is under way, which a communicator that is destroyed does not.
+    if (is_busy()) abort();
     if (shared_->aborted) new c10::intrusive_ptr<Backend>(std::move(gloo_));
   }
 
@@ -190,16 +192,17 @@ class SimGroup final : public c10d::Backend {
       std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
     auto to = on_host(outputs);
     auto from = on_host(inputs);
-    return queue(c10d::OpType::ALLGATHER, outputs.at(0), opts.asyncOp, [this, to, from, opts]() mutable {
-      return gloo_->allgather(to, from, opts);
-    });
+    return queue(
+        c10d::OpType::ALLGATHER, outputs.at(0), opts.asyncOp,
+        [this, to, from, opts]() mutable { return gloo_->allgather(to, from, opts); }, {}, inputs);
   }
   c10::intrusive_ptr<c10d::Work> _allgather_base(
       at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override {
     auto to = on_host(output), from = on_host(input);
-    return queue(c10d::OpType::_ALLGATHER_BASE, {output}, opts.asyncOp, [this, to, from, opts]() mutable {
-      return gloo_->_allgather_base(to, from, opts);
-    });
+    return queue(
+        c10d::OpType::_ALLGATHER_BASE, {output}, opts.asyncOp,
+        [this, to, from, opts]() mutable { return gloo_->_allgather_base(to, from, opts); }, {},
+        {input});
   }
   c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
@@ -213,17 +216,19 @@ class SimGroup final : public c10d::Backend {
       std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override {
     auto to = on_host(outputs);
     auto from = on_host(inputs);
-    return queue(c10d::OpType::GATHER, inputs, opts.asyncOp, [this, to, from, opts]() mutable {
-      return gloo_->gather(to, from, opts);
-    });
+    return queue(
+        c10d::OpType::GATHER, inputs, opts.asyncOp,
+        [this, to, from, opts]() mutable { return gloo_->gather(to, from, opts); }, {},
+        outputs.empty() ? Tensors{} : outputs.at(0));
   }
   c10::intrusive_ptr<c10d::Work> scatter(
       Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) override {
     auto to = on_host(outputs);
     auto from = on_host(inputs);
-    return queue(c10d::OpType::SCATTER, outputs, opts.asyncOp, [this, to, from, opts]() mutable {
-      return gloo_->scatter(to, from, opts);
-    });
+    return queue(
+        c10d::OpType::SCATTER, outputs, opts.asyncOp,
+        [this, to, from, opts]() mutable { return gloo_->scatter(to, from, opts); }, {},
+        inputs.empty() ? Tensors{} : inputs.at(0));
   }
   c10::intrusive_ptr<c10d::Work> reduce_scatter(
       Tensors& outputs, std::vector<Tensors>& inputs,
@@ -258,7 +263,8 @@ class SimGroup final : public c10d::Backend {
         c10d::OpType::ALLTOALL_BASE, {output}, opts.asyncOp,
         [this, to, from, out_sizes, in_sizes, opts]() mutable {
           return gloo_->alltoall_base(to, from, out_sizes, in_sizes, opts);
-        });
+        },
+        {}, {input});
   }
   c10::intrusive_ptr<c10d::Work> send(Tensors& tensors, int to, int tag) override {
     auto host = on_host(tensors);
@@ -331,6 +337,9 @@ class SimGroup final : public c10d::Backend {
     work->blocks = blocks_;
     work->sequence = ++sequence_;
     if (stream != current) sim::let_wait(device, stream, sim::mark(device, current));
+    const std::lock_guard<std::mutex> in_order(order_);
+    // Whatever stream each is queued on: a communicator carries them out in the order of the calls.
+    if (last_ != nullptr) sim::let_wait(device, stream, last_);
     for (const auto& each : tensors) sim::record_stream(each.storage().mutable_data(), stream);
     for (const auto& each : inputs) sim::record_stream(each.storage().mutable_data(), stream);
     if (timing_) work->start = sim::mark(device, stream);
@@ -341,7 +350,7 @@ class SimGroup final : public c10d::Backend {
         [shared, carry = std::move(carry), averaged = std::move(averaged), share]() mutable {
           kernel(*shared, carry, averaged, share);
         });
-    work->end = sim::mark(device, stream);
+    work->end = last_ = sim::mark(device, stream);
     work->future = c10::make_intrusive<c10::ivalue::Future>(
         c10::ListType::create(c10::TensorType::get()),
         std::vector<c10::Device>{tensors[0].device()});
@@ -413,6 +422,13 @@ class SimGroup final : public c10d::Backend {
     }
   }
 
+  bool is_busy() const {
+    return std::any_of(under_way_.begin(), under_way_.end(), [](const auto& work) {
+      std::string words;
+      return !is_done(*work, words);
+    });
+  }
+
   static bool is_done(SimWork& work, std::string& words) {
     try {
       return sim::reached(work.end);
@@ -454,6 +470,8 @@ class SimGroup final : public c10d::Backend {
   bool timing_ = false;
   uint64_t sequence_ = 0;
   std::vector<int64_t> streams_;
+  std::mutex order_;
+  sim::MarkPtr last_;
   std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
   std::list<c10::intrusive_ptr<SimWork>> under_way_;
   std::thread watchdog_;

@@ -12,6 +12,7 @@
 #include <iostream>
 #include <map>
 #include <mutex>
+#include <random>
 #include <set>
 #include <thread>
 #include <tuple>
@@ -72,7 +73,7 @@ struct Runtime {
   Device devices[kMostDevices];
   int visible = 2;
   bool initialized = false;
-  double latency = 0.002;
+  double latency = 0.002, jitter = 0;
   bool held = false, stopped = false;
   uint64_t released_hangs = 0;
   std::thread::id holder;
@@ -132,6 +133,8 @@ void work_on(int at, int64_t id) {
   the_streams[at] = id;
   Runtime& all = runtime();
   Device& device = all.devices[at];
+  std::minstd_rand chance(std::random_device{}());
+  std::uniform_real_distribution<double> uniform;
   std::unique_lock<std::mutex> guard(all.lock);
   Stream& stream = device.streams[id];
   for (;;) {
@@ -144,8 +147,10 @@ void work_on(int at, int64_t id) {
       Task task = std::move(stream.queue.front());
       stream.queue.pop_front();
       const bool dropped = device.error != 0;
+      const double late = all.jitter * uniform(chance);
       stream.running = true;
       guard.unlock();
+      if (late > 0) std::this_thread::sleep_for(std::chrono::duration<double>(late));
       int code = 0;
       std::string words;
       if (!dropped) {
@@ -269,19 +274,22 @@ void collect_freed() {
       later.end());
 }
 
-void drop_cached(int device) {
+// Gives back what is cached now, once the device is through with it.  What other threads free
+// meanwhile stays: kernels that use it may be queued still.
+void drop_cached(std::unique_lock<std::mutex>& guard, int at) {
   Runtime& all = runtime();
-  for (auto at = all.cached.begin(); at != all.cached.end();) {
-    if (std::get<0>(at->first) != device) {
-      ++at;
-      continue;
-    }
-    for (void* pointer : at->second) {
-      all.devices[device].memory.reserved -= static_cast<int64_t>(all.blocks[pointer].size);
-      all.blocks.erase(pointer);
-      std::free(pointer);
-    }
-    at = all.cached.erase(at);
+  Device& device = all.devices[at];
+  std::vector<void*> dropped;
+  for (auto& [key, pointers] : all.cached) {
+    if (std::get<0>(key) != at) continue;
+    dropped.insert(dropped.end(), pointers.begin(), pointers.end());
+    pointers.clear();
+  }
+  drain_device(guard, device);
+  for (void* pointer : dropped) {
+    device.memory.reserved -= static_cast<int64_t>(all.blocks[pointer].size);
+    all.blocks.erase(pointer);
+    std::free(pointer);
   }
 }
 
@@ -448,9 +456,9 @@ void* allocate(int at, int64_t stream, size_t bytes) {
       ++memory.retries;
       count_wait(device, "allocation with memory full");
       drain_device(guard, device);
-      check_locked(device);
       collect_freed();
-      drop_cached(at);
+      drop_cached(guard, at);
+      check_locked(device);
     }
     if (memory.reserved + static_cast<int64_t>(size) > device.budget) {
       ++memory.failures;
@@ -516,9 +524,9 @@ void empty_cache() {
     if (device.memory.reserved == device.memory.allocated) continue;
     count_wait(device, "empty_cache");
     drain_device(guard, device);
-    check_locked(device);
     collect_freed();
-    drop_cached(at);
+    drop_cached(guard, at);
+    check_locked(device);
   }
 }
 
@@ -642,6 +650,11 @@ void reset_counts() {
 void set_latency(double seconds) {
   std::lock_guard<std::mutex> guard(runtime().lock);
   runtime().latency = seconds;
+}
+
+void set_jitter(double seconds) {
+  std::lock_guard<std::mutex> guard(runtime().lock);
+  runtime().jitter = seconds;
 }
 
 void hold(bool held) {

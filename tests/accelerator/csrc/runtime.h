@@ -86,6 +86,7 @@ void count_copy(int device, bool waiting);
 std::vector<std::string> reasons(int device);  // of the waits, in their order
 void reset_counts();
 void set_latency(double seconds);  // before a stream that was idle begins, unless somebody waits
+void set_jitter(double seconds);   // each task begins up to so much later, by chance
 void hold(bool held);              // nothing begins any more; who waits on this thread is an error
 void forbid_waits(bool forbidden); // any wait on this thread is an error
 void hang(int device, int64_t stream);  // a kernel that never ends, until release_hangs

@@ -265,6 +265,8 @@ def wait_reasons(device: Any = None) -> list[str]:
 reset_counts = _ops.reset_counts
 #: Seconds that an idle stream waits before it begins, unless somebody waits for it.
 set_latency = _ops.set_latency
+#: Seconds that each kernel begins later, at most, by chance: another order of streams each time.
+set_jitter = _ops.set_jitter
 #: Work that hangs on the current stream, until ``release_hangs``.
 hang = _ops.hang
 release_hangs = _ops.release_hangs

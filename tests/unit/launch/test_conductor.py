@@ -639,6 +639,20 @@ def test_where_nobody_listens_in_the_batch_step_a_ranks_second_signal_is_the_job
     assert classify(facts, "1.1").cause is Cause.USER_CANCELLED
 
 
+def test_a_conductor_beside_a_rank_judges_the_end_before_any_rank_is_told_to_leave(
+    stage: Stage,
+) -> None:
+    """A peer that leaves may have the watchdog of a process group end this process, too."""
+
+    def fails(rank: Rank) -> None:
+        rank.fail(Cause.GPU_ERROR.value) if rank.number == 1 else rank.train()
+
+    stage.launcher, stage.script = None, fails
+    stage.start(trains=False)
+    assert stage.cause() is Cause.GPU_ERROR
+    assert [rank.aborted for rank in stage.ranks] == [""] * stage.world
+
+
 # -- ranks that have stopped, and stay for the loss behind their checkpoint ------------------------
 
 

@@ -16,6 +16,7 @@ from slurm_forge.recovery.incident.attempt_end import (
     supervisor_lost,
 )
 from slurm_forge.recovery.incident.launch_facts import RankFailure
+from slurm_forge.recovery.incident.rank_exits import told_by_output
 from slurm_forge.recovery.incident.slurm_evidence import BY_STATE
 from slurm_forge.slurm.records import AccountingRecord, JobRecord, NodeRecord
 from slurm_forge.slurm.states import JobState, parse_state
@@ -71,6 +72,34 @@ def test_who_only_lost_a_peer_does_not_say_why_it_ended_but_how_far_it_was() -> 
     # Where something else is known to be the cause.
     incident = cause_of_ending(ending(left=(lost,), rows=[row("PREEMPTED")]), "1.1")
     assert (incident.cause, incident.step) == (Cause.PREEMPTED, 43)
+
+
+#: As ProcessGroupNCCL writes it, and Python's fault handler behind it.
+ABORTED = """\
+[rank0]:[E1128 17:05:38 ProcessGroupNCCL.cpp:632] [Rank 0] Watchdog caught collective operation \
+timeout: WorkNCCL(SeqNum=61, OpType=ALLREDUCE, NumelIn=67072, NumelOut=67072, Timeout(ms)=60000) \
+ran for 60084 milliseconds before timing out.
+[rank0]:[E1128 17:05:39 ProcessGroupNCCL.cpp:698] [Rank 0] To avoid data inconsistency, we are \
+taking the entire process down.
+terminate called after throwing an instance of 'c10::DistBackendError'
+Fatal Python error: Aborted
+
+Thread 0x00007f92e62535e8 (most recent call first):
+  File "train.py", line 9 in <module>
+"""
+
+
+def test_a_rank_that_was_aborted_by_its_group_had_waited_in_vain_and_is_not_blamed() -> None:
+    silent = RankFailure(
+        rank=0, host="n1", cause=Cause.CRASH, step=60, text="ended without a message"
+    )
+    incident = cause_of_ending(ending(left=(told_by_output(silent, ABORTED),)), "1.1")
+    assert (incident.cause, incident.rank, incident.hosts) == (Cause.HANG, None, ())
+    assert "Watchdog caught collective operation timeout" in incident.evidence[0].text
+    # Of what it printed earlier nothing is known to have to do with its end.
+    assert told_by_output(silent, ABORTED.partition("terminate")[0]) == silent
+    own = replace(silent, cause=Cause.CUDA_OOM)
+    assert told_by_output(own, ABORTED) == own
 
 
 @pytest.mark.parametrize(

@@ -100,3 +100,18 @@ def test_on_one_node_gloo_listens_where_nobody_outside_can_connect(own: dict[str
 
 def test_the_machine_is_asked() -> None:
     assert all(isinstance(name, str) for name in interfaces())
+
+
+def test_a_rank_that_is_to_outlive_its_peers_keeps_what_was_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    variables.outlive_peers()
+    assert os.environ == {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_XCCL_ASYNC_ERROR_HANDLING": "0",
+    }
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):
+        monkeypatch.setattr(os, "environ", {name: "1"})
+        variables.outlive_peers()
+        assert os.environ == {name: "1"}
