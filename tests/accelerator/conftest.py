@@ -1,7 +1,9 @@
 """The made-up accelerator, seen by the tests of this folder alone.
 
-A test that takes ``sim`` runs in a process of its own, forked from this one: what a test does to
-the device is for good, and who has once begun to use it can fork no ranks that do.
+A test on it runs in a process of its own, forked from this one: what a test does to the device is
+permanent, and a process that has used the device can fork no ranks that do.  A test that takes
+``device`` in place of ``sim`` needs nothing that only the made-up one has: marked ``gpu`` it runs
+on a real one as well, in this process.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
+from slurm_forge.device.accelerator import kind
 from tests.accelerator.build import installed
 
 _DEADLINE_S = 300
@@ -40,6 +43,33 @@ def sim(_registered: None) -> torch.device:
     return torch.device("sim", 0)
 
 
+@pytest.fixture(params=["sim", pytest.param("real", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The first made-up device, and the first one of this machine's own kind."""
+    if request.param == "sim":
+        made_up: torch.device = request.getfixturevalue("sim")
+        return made_up
+    found = kind()
+    if found is None:
+        pytest.skip("torch sees no accelerator here")
+    return torch.device(found.type, 0)
+
+
+@pytest.fixture
+def occupy() -> Callable[[torch.device], None]:
+    """Keeps the current stream of a device busy for longer than a few calls take."""
+
+    def queue_work(device: torch.device) -> None:
+        if device.type == "sim":
+            torch.sim.set_latency(0.2)  # before an idle stream begins, unless somebody waits
+            return
+        a = torch.rand(8192, 8192, device=device)
+        for _ in range(20):
+            a = a @ a / 8192
+
+    return queue_work
+
+
 @pytest.fixture
 def sim_in_ranks(_registered: None) -> Iterator[None]:
     """The ranks that a test forks have two devices; the test itself uses none."""
@@ -50,7 +80,9 @@ def sim_in_ranks(_registered: None) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    if "sim" not in pyfuncitem.fixturenames:
+    names = pyfuncitem._fixtureinfo.argnames
+    given = [pyfuncitem.funcargs[name] for name in names]
+    if not any(isinstance(each, torch.device) and each.type == "sim" for each in given):
         return None
     reader, writer = os.pipe()
     pid = os.fork()

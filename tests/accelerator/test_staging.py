@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from slurm_forge.checkpoint.content.health import unhealthy_here
 from slurm_forge.checkpoint.content.training_state import TrainingState
 from slurm_forge.checkpoint.read.load import resume
 from slurm_forge.checkpoint.write.save import CheckpointWriter
+from slurm_forge.device.accelerator import synchronize
 from slurm_forge.device.streams import event_behind
 from slurm_forge.store.identity import CheckpointName
 from slurm_forge.training.core.loss import LossHistory
@@ -28,10 +31,13 @@ def named(step: int) -> CheckpointName:
 WIDTH = 300  # more than the little that is copied by the calling thread
 
 
+@pytest.mark.parametrize("forbidden", [True, False], ids=["waits fail", "busy"])
 def test_what_is_saved_is_the_state_behind_the_update_and_before_the_next(
-    sim: Device, tmp_path: Path
+    device: Device, tmp_path: Path, occupy: Callable[[Device], None], forbidden: bool
 ) -> None:
-    net = nn.Linear(WIDTH, WIDTH, bias=False).to(sim)
+    if forbidden and device.type != "sim":
+        pytest.skip("only the made-up device knows who waits")
+    net = nn.Linear(WIDTH, WIDTH, bias=False).to(device)
     with torch.no_grad():
         net.weight.fill_(1.0)
     state = TrainingState(models={"model": net})
@@ -40,10 +46,11 @@ def test_what_is_saved_is_the_state_behind_the_update_and_before_the_next(
     writer.prepare(state)
     first = writer.begin(state, name=named(1), reason="test", fence=no_fence)
     first.wait()
-    torch.sim.reset_counts()
+    occupy(device)
     with torch.no_grad():
         net.weight.add_(1)  # the update, which the device has not come to
-        with torch.sim.held():  # whoever waits on this thread fails
+        # Held, whoever waits on this thread fails.
+        with torch.sim.held() if forbidden else nullcontext():
             pending = writer.begin(
                 state, name=named(2), reason="test", fence=no_fence, background=True
             )
@@ -57,10 +64,12 @@ def test_what_is_saved_is_the_state_behind_the_update_and_before_the_next(
     assert torch.equal(other.weight, torch.full((WIDTH, WIDTH), 2.0))
 
 
-def test_what_is_not_finite_is_seen_behind_the_update_that_made_it(sim: Device) -> None:
-    torch.sim.set_latency(0.2)
-    weight = torch.zeros(WIDTH, device=sim)
-    torch.sim.synchronize()
+def test_what_is_not_finite_is_seen_behind_the_update_that_made_it(
+    device: Device, occupy: Callable[[Device], None]
+) -> None:
+    weight = torch.zeros(WIDTH, device=device)
+    synchronize(device)
+    occupy(device)
     weight.add_(math.nan)
     assert unhealthy_here([("models/model/weight", weight)]) == ("NaN in models/model/weight",)
 
