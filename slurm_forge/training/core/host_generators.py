@@ -57,6 +57,8 @@ class Generators:
 _MT_WORDS, _MT_BYTES = 624, 625 * 4
 #: How many bytes distinguish states; the size of torch's fields before and after its words.
 _TELLING, _TORCH_HEAD, _TORCH_TAIL = 64, 16, 28
+#: Of numpy's held-back normal number: a flag, padding and a double.
+_NORMAL = 16
 
 
 class HostGenerator(Enum):
@@ -97,7 +99,7 @@ class GeneratorState:
     """The state that restores one generator."""
 
     full: Any
-    #: Whether the next normal number is drawn already, which leaves no trace in memory.
+    #: Whether the next normal number is drawn already, which the words in memory do not show.
     holds_back: bool = False
 
 
@@ -138,8 +140,7 @@ class _Watch:
 class HostGenerators:
     """Copies states, reports which generators were drawn from, and restores states.
 
-    A copy is shared with the previous one if the generator's memory is unchanged.  (A program that
-    restores a state with a normal number held back, over the same words, goes unnoticed.)
+    A copy is shared with the previous one if the generator's memory is unchanged.
     """
 
     def __init__(self) -> None:
@@ -226,19 +227,43 @@ def _reader_of_python() -> _Reader:
     *words, position = random.getstate()[1]
     address = id(owner) + object.__basicsize__
     expected = struct.pack(f"={_MT_WORDS + 1}I", position, *words)
-    is_there = ctypes.string_at(address, _MT_BYTES) == expected
-    return _reader(address, _TELLING) if is_there else bytes
+    if ctypes.string_at(address, _MT_BYTES) != expected:
+        return bytes
+    head = _reader(address, _TELLING)
+    return lambda: head() + (b"" if owner.gauss_next is None else b"held")  # type: ignore[attr-defined]
 
 
 def _reader_of_numpy(generator: Any) -> _Reader:
-    """The last words of an MT19937 and the position in them, after checking this layout."""
+    """The last words of an MT19937, the position in them, and the normal number held back.
+
+    The layout is checked first.
+    """
     state = None if generator is None else generator.state
     if state is None or state["bit_generator"] != "MT19937":
         return bytes
     address = int(generator.ctypes.state_address)
     expected = state["state"]["key"].tobytes() + struct.pack("=I", state["state"]["pos"])
-    is_there = ctypes.string_at(address, _MT_BYTES) == expected
-    return _reader(address + _MT_BYTES - _TELLING, _TELLING) if is_there else bytes
+    place = _place_of_numpys_normal()
+    if place is None or ctypes.string_at(address, _MT_BYTES) != expected:
+        return bytes
+    words = _reader(address + _MT_BYTES - _TELLING, _TELLING)
+    normal = _reader(id(sys.modules["numpy"].random.mtrand._rand) + place, _NORMAL)
+    return lambda: words() + normal()
+
+
+def _place_of_numpys_normal() -> int | None:
+    """The offset in a RandomState of the flag and the value of the normal number held back."""
+    trial = sys.modules["numpy"].random.RandomState(1)
+    memory, size = id(trial), object.__sizeof__(trial)
+    trial.standard_normal()
+    held = struct.pack("=d", trial.get_state(legacy=False)["gauss"])
+    place = ctypes.string_at(memory, size).find(held) - (_NORMAL - len(held))
+    if place < object.__basicsize__:
+        return None
+    flags = [ctypes.c_int.from_address(memory + place).value]
+    trial.standard_normal()
+    flags.append(ctypes.c_int.from_address(memory + place).value)
+    return place if flags == [1, 0] else None
 
 
 def _reader_of_torch(generator: torch.Generator) -> _Reader:

@@ -151,6 +151,17 @@ DRAWS = {
 }
 
 
+@pytest.mark.parametrize("which", [HostGenerator.PYTHON, HostGenerator.NUMPY])
+def test_a_normal_number_held_back_over_the_same_words_is_noticed(which):
+    """Seeded again, the words and the position in them are those of before; what is held is not."""
+    uniform, normal, seed = DRAWS[which]
+    generators = HostGenerators()
+    seed(), normal(), uniform(), normal()
+    states = generators.states()
+    seed(), normal(), uniform()
+    assert generators.drawn(states) == {which}
+
+
 @given(
     st.lists(st.tuples(st.sampled_from(HostGenerator), st.integers(0, 2)), max_size=6),
     st.lists(st.tuples(st.sampled_from(HostGenerator), st.integers(0, 2)), max_size=6),
