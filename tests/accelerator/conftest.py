@@ -61,7 +61,8 @@ def occupy() -> Callable[[torch.device], None]:
 
     def queue_work(device: torch.device) -> None:
         if device.type == "sim":
-            torch.sim.set_latency(0.2)  # before an idle stream begins, unless somebody waits
+            torch.sim.synchronize()
+            torch.sim.set_latency(60)  # before an idle stream begins, unless somebody waits
             return
         a = torch.rand(8192, 8192, device=device)
         for _ in range(20):
@@ -80,9 +81,9 @@ def sim_in_ranks(_registered: None) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    names = pyfuncitem._fixtureinfo.argnames
-    given = [pyfuncitem.funcargs[name] for name in names]
-    if not any(isinstance(each, torch.device) and each.type == "sim" for each in given):
+    callspec = getattr(pyfuncitem, "callspec", None)
+    on_sim = callspec is not None and callspec.params.get("device") == "sim"
+    if not on_sim and "sim" not in pyfuncitem.fixturenames:
         return None
     reader, writer = os.pipe()
     pid = os.fork()
