@@ -243,11 +243,14 @@ def _reader_of_numpy(generator: Any) -> _Reader:
         return bytes
     address = int(generator.ctypes.state_address)
     expected = state["state"]["key"].tobytes() + struct.pack("=I", state["state"]["pos"])
-    place = _place_of_numpys_normal()
-    if place is None or ctypes.string_at(address, _MT_BYTES) != expected:
+    numpy: Any = sys.modules["numpy"]
+    owner, place = getattr(numpy.random.rand, "__self__", None), _place_of_numpys_normal()
+    if place is None or type(owner) is not numpy.random.RandomState:
+        return bytes
+    if ctypes.string_at(address, _MT_BYTES) != expected:
         return bytes
     words = _reader(address + _MT_BYTES - _TELLING, _TELLING)
-    normal = _reader(id(sys.modules["numpy"].random.mtrand._rand) + place, _NORMAL)
+    normal = _reader(id(owner) + place, _NORMAL)
     return lambda: words() + normal()
 
 
