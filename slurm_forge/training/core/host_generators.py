@@ -96,11 +96,9 @@ def seed_host(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GeneratorState:
-    """The state that restores one generator."""
+    """The state that restores one generator, compared by identity: tensors have no plain ==."""
 
     full: Any
-    #: Whether the next normal number is drawn already, which the words in memory do not show.
-    holds_back: bool = False
 
 
 class HostStates(NamedTuple):
@@ -126,14 +124,14 @@ class _Watch:
     def state(self) -> GeneratorState:
         """The present state: the last copy if it is unchanged."""
         known, mark = self._known, self._read()
-        if known is None or not mark or mark != self._mark or known.holds_back:
+        if known is None or not mark or mark != self._mark:
             now, self._mark = self._copy(), mark
             if known is None or not _is_equal(known, now):
                 known = self._known = now
         return known
 
     def was_put_back(self, state: GeneratorState) -> None:
-        """Record that it was restored: a normal number held back again leaves no trace."""
+        """Record that it was restored, so that its copy is shared."""
         self._known, self._mark = state, self._read()
 
 
@@ -202,8 +200,7 @@ def _nothing() -> None:
 
 
 def _copy_of_python() -> GeneratorState:
-    full = random.getstate()
-    return GeneratorState(full, full[2] is not None)
+    return GeneratorState(random.getstate())
 
 
 def _copy_of_torch() -> GeneratorState:
@@ -211,8 +208,7 @@ def _copy_of_torch() -> GeneratorState:
 
 
 def _copy_of_numpy() -> GeneratorState:
-    full = sys.modules["numpy"].random.get_state(legacy=False)
-    return GeneratorState(full, bool(full.get("has_gauss")))
+    return GeneratorState(sys.modules["numpy"].random.get_state(legacy=False))
 
 
 def _reader(address: int, size: int) -> _Reader:
@@ -220,7 +216,10 @@ def _reader(address: int, size: int) -> _Reader:
 
 
 def _reader_of_python() -> _Reader:
-    """The position in its words and the first of them, after the header of its object."""
+    """The position in its words, the first of them, and the normal number that it holds back.
+
+    The words are in memory behind the header of its object.
+    """
     owner = getattr(random.random, "__self__", None)
     if type(owner) is not random.Random:
         return bytes
@@ -230,7 +229,7 @@ def _reader_of_python() -> _Reader:
     if ctypes.string_at(address, _MT_BYTES) != expected:
         return bytes
     head = _reader(address, _TELLING)
-    return lambda: head() + (b"" if owner.gauss_next is None else b"held")  # type: ignore[attr-defined]
+    return lambda: head() + repr(owner.gauss_next).encode()  # type: ignore[attr-defined]
 
 
 def _reader_of_numpy(generator: Any) -> _Reader:
