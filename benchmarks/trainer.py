@@ -37,12 +37,12 @@ _GOAL_US = 50.0
 
 
 def verdict(added: Change, control: Change) -> str:
-    """Whether the goal is reached, as far as the control lets tell."""
-    if control.high - control.low > _GOAL_US or not control.low <= 0 <= control.high:
-        return "can't be told: the control is off, or less certain than the goal"
-    if added.high <= _GOAL_US:
+    """Whether the goal is reached, were the method as far off as the control allows for."""
+    if added.high - min(0, control.low) <= _GOAL_US:
         return "reached"
-    return "missed" if added.low > _GOAL_US else "can't be told: the goal lies within the interval"
+    if added.low - max(0, control.high) > _GOAL_US:
+        return "missed"
+    return "can't be told: the goal lies within the intervals"
 
 
 def measured(options: argparse.Namespace, work: Path, seed: int) -> Measured:
