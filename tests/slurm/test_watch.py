@@ -212,9 +212,9 @@ def test_a_requeue_at_slurms_default_delay(slurm_directory: Path, tmp_path: Path
         for rank in ranks_of(watched):
             with contextlib.suppress(ProcessLookupError):  # the first one's signal stops all
                 os.kill(rank, signal.SIGTERM)
-        state = watched.wait(lambda s: len(s.attempts) == 2, 45, "the second attempt")
+        state = watched.wait(lambda s: len(s.attempts) == 2, 100, "the second attempt")
         (asked, _), *_ = watched.events(RequeueIntended)
-        assert state.attempts[1].started - asked < cluster.deadline(45)
+        assert state.attempts[1].started - asked < 100, "Slurm's own delay is 121 s"
         assert cluster.job(watched.job).restarts == 1
         assert watched.wait_finished(60).status is RunStatus.FINISHED
         assert cluster.job(watched.job).restarts == 1, "started once more, and no more"

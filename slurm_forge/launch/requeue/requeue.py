@@ -194,17 +194,18 @@ class JobRequeuer:
         """As the last act before this process ends: let the requeued job start so far from now.
 
         Not before the ``wait`` that was asked for; nothing where the job was not requeued by this
-        object, or was not to start soon.  Where Slurm refuses it, its own delay counts.
+        object, or was not to start soon.  Where Slurm refuses it, its own delay counts.  A slow
+        controller is waited for: nothing else is left to do.
         """
         if self._not_before is None:
             return
         remaining = timedelta(seconds=max(0.0, self._not_before - self.clock()))
-        self._begin_in(max(ahead, remaining))
+        self._begin_in(max(ahead, remaining), self.slurm)
 
-    def _begin_in(self, ahead: timedelta) -> None:
+    def _begin_in(self, ahead: timedelta, slurm: Slurm) -> None:
         """On its own: what else is asked for must not be lost where a site refuses this."""
         with contextlib.suppress(SlurmCommandError):
-            self._quick.update_job(self.job, JobUpdate(start_after=ahead))
+            slurm.update_job(self.job, JobUpdate(start_after=ahead))
 
     def hold(self, reason: str) -> RequeueResult:
         """Put the job into the queue, held, with the reason beside it; raises only a fence.
@@ -369,7 +370,7 @@ class JobRequeuer:
             self._requeued_at = self.clock()
             self._not_before = self._requeued_at + wait.total_seconds()
             if wait <= timedelta(0):
-                self._begin_in(ahead)
+                self._begin_in(ahead, self._quick)
         changes = update() if callable(update) else update
         self._update(self.job, waiting_update(changes, wait))
         return RequeueResult(RequeueOutcome.REQUEUED, text)
