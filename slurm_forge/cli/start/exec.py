@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from slurm_forge.documents import Document
     from slurm_forge.run_directory import RunDirectory
 
 
@@ -160,14 +159,8 @@ def execute(
         environment = SlurmEnvironment.from_environ(variables)
         # A later start of the job must find the run, whatever settings were changed meanwhile.
         folder = runs_folder(runs, begun=True)
-        settings: list[Document] = []
-
-        def settings_below(of: str) -> Document:
-            run = RunDirectory.at(folder / of)
-            settings.append(settings_of_run(run, job, Knobs.from_environ(variables)))
-            return settings[-1]
-
-        checked = program_job(
+        knobs = Knobs.from_environ(variables)
+        checked, below = program_job(
             command or [],
             name=name,
             path=job,
@@ -189,7 +182,7 @@ def execute(
                 "requeue_exit_code": requeue_exit_code,
             },
             lead=lead,
-            settings=settings_below,
+            settings=lambda of: settings_of_run(RunDirectory.at(folder / of), job, knobs),
         )
         _refuse_missing(checked.command or (), folder / checked.name)
         places = site_places(begun=(folder / checked.name / "run.yaml").is_file())
@@ -204,7 +197,7 @@ def execute(
             site=site.site,
             folder=Path.cwd(),
             partition=None if environment is None else environment.partition,
-            settings=settings[-1],
+            settings=below,
         )
     except (ForgeError, OSError) as error:
         if isinstance(error, ForgeError):

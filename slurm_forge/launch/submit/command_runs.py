@@ -38,8 +38,8 @@ def program_job(
     job_name: str = "",
     lead: str | None = None,
     settings: Callable[[str], Document] = lambda name: Document({}, None),
-) -> JobSpec:
-    """The job that a command line describes.
+) -> tuple[JobSpec, Document]:
+    """The job that a command line describes, and the settings below it.
 
     Args:
         command: The program and its arguments.
@@ -102,7 +102,7 @@ def program_job(
     own = replace(document, data=data)
     job = build(JobSpec, own)
     below = settings(job.name)
-    return build(JobSpec, merged(below, own)) if below.data else job
+    return build(JobSpec, merged(below, own)) if below.data else job, below
 
 
 def _check_options(model: type[ProgramSpec | JobSpec], values: Mapping[str, Any]) -> None:
