@@ -27,12 +27,14 @@ SLURM_FORGE = (sys.executable, "-m", "slurm_forge")
 WITHIN_S = 500.0
 
 
-def until(condition: Callable[[], T], what: str, within: float = WITHIN_S) -> T:
-    """Wait for what is awaited."""
+def until(
+    condition: Callable[[], T], what: str, within: float = WITHIN_S, *, every: float = 0.1
+) -> T:
+    """Wait for what is awaited; commands that are started to see it take longer than files."""
     deadline = time.monotonic() + within
     while not (found := condition()):
         assert time.monotonic() < deadline, f"never came: {what}"
-        time.sleep(0.1)
+        time.sleep(every)
     return found
 
 

@@ -26,7 +26,7 @@ def test_stopped_and_saved_by_a_person_it_goes_on_to_the_same_weights(project: P
     job = project.job("stopped", args={"steps": MANY, "pace": 0.5}, checkpoint=SELDOM)
     command = project.start(*SLURM_FORGE, "run", job)
     folder = project.folder / "runs" / "stopped"
-    until(lambda: _trains(project, "stopped"), "the first step")
+    until(lambda: _trains(project, "stopped"), "the first step", every=0.5)
     assert project.forge("save", "stopped").code == 0
     until(lambda: project.saved("stopped"), "what was asked for by SAVE")
     assert not (folder / "SAVE").exists()

@@ -88,7 +88,7 @@ def trains(project: Project, run: str) -> int:
 
 def ends(project: Project, run: str, word: str = "finished") -> None:
     """Wait until the run stands so."""
-    until(lambda: project.status(run)["status"] == word, f"{run}: {word}")
+    until(lambda: project.status(run)["status"] == word, f"{run}: {word}", every=1)
 
 
 def preempted_once(project: Project, run: str) -> None:
@@ -102,7 +102,7 @@ def preempted_once(project: Project, run: str) -> None:
 
 def test_a_preempted_run_comes_back_and_finishes(project: Project) -> None:
     job = submitted(project, "preempted")
-    until(lambda: trains(project, "preempted") >= 10, "step 10")
+    until(lambda: trains(project, "preempted") >= 10, "step 10", every=1)
     preempt(project, job)
     ends(project, "preempted")
     preempted_once(project, "preempted")
@@ -124,7 +124,7 @@ def test_through_submitit_it_is_the_same(project: Project) -> None:
         return str(made[0].parent) if made else ""
 
     name = until(run, "its run")
-    until(lambda: trains(project, name) >= 5, "step 5")
+    until(lambda: trains(project, name) >= 5, "step 5", every=1)
     preempt(project, job)
     ends(project, name)
     preempted_once(project, name)
@@ -136,7 +136,7 @@ def test_a_function_is_submitted_from_python(project: Project) -> None:
     assert done.out.split()[-1] == str(project.folder / "runs" / "api")
     job = project.status("api")["job"]
     assert project.run("squeue", "-h", "-o", "%A %j").out.split() == [job, "api"]
-    until(lambda: trains(project, "api") >= 1, "the first step")
+    until(lambda: trains(project, "api") >= 1, "the first step", every=1)
 
 
 def test_a_foreign_command_in_a_script_of_ones_own(project: Project) -> None:
@@ -160,7 +160,7 @@ def test_a_foreign_command_in_a_script_of_ones_own(project: Project) -> None:
 def test_who_cancels_a_job_wants_no_other(project: Project) -> None:
     """And brings the run back by a verb."""
     job = submitted(project, "cancelled")
-    until(lambda: trains(project, "cancelled") >= 10, "step 10")
+    until(lambda: trains(project, "cancelled") >= 10, "step 10", every=1)
     assert project.run("scancel", job).code == 0
     until(lambda: not project.run("squeue", "-h").out, "an empty queue")
     ends(project, "cancelled", "cancelled")

@@ -38,7 +38,7 @@ def attempts(*waited: float) -> list[AttemptState]:
 def test_at_the_default_delay_a_few_seconds_are_enough() -> None:
     soon = shortened_begin_times(PLAIN, ())
     assert soon is not None
-    assert soon.at_exit == timedelta(seconds=3)
+    assert soon.at_exit == timedelta(seconds=6)
     assert soon.if_killed > timedelta(seconds=30), "our ranks may live until KillWait is over"
 
 
@@ -60,7 +60,7 @@ def test_an_end_that_took_longer_is_learned_from_and_given_up_in_the_end() -> No
     assert once is not None and once.at_exit == timedelta(seconds=9)
     assert shortened_begin_times(PLAIN, attempts(122.0, 125.0, 123.0, 124.0)) is None
     queue = shortened_begin_times(PLAIN, attempts(20.0, 4000.0))
-    assert queue is not None and queue.at_exit == timedelta(seconds=3), "the queue's doing"
+    assert queue is not None and queue.at_exit == timedelta(seconds=6), "the queue's doing"
 
 
 def test_a_slow_end_is_seen_late() -> None:
