@@ -114,6 +114,7 @@ def test_a_preempted_run_comes_back_and_finishes(project: Project) -> None:
     until(lambda: page.is_file() and told in page.read_text(), "its report")
 
 
+@pytest.mark.slow
 def test_through_submitit_it_is_the_same(project: Project) -> None:
     done = project.run("python", "submitted.py", "forge", str(project.folder / "logs"))
     assert done.code == 0, done.text

@@ -60,6 +60,7 @@ def test_the_nodes_of_a_running_job_are_looked_at_beside_it(
     slurm.cancel(job)
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_bad_node_before_it_trains(slurm: SlurmCluster, tmp_path: Path) -> None:
     """It is named by the look before the launch, a spare one takes its seat, and the run ends."""
     bad = slurm.nodes[1]

@@ -55,7 +55,7 @@ RIGHT = {
     # What a rank that is gone looks like before Slurm itself has given the node up.
     End.NODE_DOWN: {Cause.NODE_FAIL, Cause.CRASH},
 }
-IN_CI = {(End.PREEMPTION, "4", Front.RANKS), (End.SCANCEL, "4", Front.EXEC)}
+IN_CI = {(End.SCANCEL, "4", Front.EXEC)}
 CELLS = [
     pytest.param(*cell, id="-".join(cell), marks=() if cell in IN_CI else (pytest.mark.slow,))
     for cell in itertools.product(End, ("4", "20", ERROR), Front)

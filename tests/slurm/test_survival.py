@@ -134,6 +134,7 @@ def test_ten_preemptions_in_a_row(
     assert watched.digest() == reference
 
 
+@pytest.mark.slow
 def test_preempted_without_grace_loses_at_most_one_interval(
     slurm: SlurmCluster, tmp_path: Path, uninterrupted: Uninterrupted
 ) -> None:
