@@ -32,6 +32,7 @@ from slurm_forge.control.messages.rank import (
     Heartbeat,
     Hello,
     heartbeat_every_s,
+    is_last,
     next_heartbeat,
 )
 from slurm_forge.control.tcp.links import (
@@ -47,12 +48,15 @@ HUB_GONE = "the hub is gone"
 
 #: Interval at which the reader marks the process as alive; heartbeats go every one or two of these.
 _BEAT_S = 1.0
+#: How long a rank that has said how it ended may take to leave once the channel has ended.
+_LEAVES_WITHIN_S = 5.0
 
 
 class Member:
     """Connects a rank to the hub.  ``on_abort`` is called on the reader thread, once.
 
-    Losing the hub counts as an abort: without it ranks can't agree on anything any more.
+    Losing the hub counts as an abort: without it ranks can't agree on anything any more.  A rank
+    that has sent its last message is given time to leave by itself, with its own exit status.
     Until the hub has welcomed the rank, both raise ``ControlChannelError`` in the constructor.
     """
 
@@ -87,7 +91,7 @@ class Member:
         self._phase = "start"
         self._published: dict[str, str] = {}
         self._ends_at: float | None = None
-        self._closing = False
+        self._closing = self._leaving = False
         self._lost = ""
         hello = Hello(rank=rank, world=world_size, host=host, pid=pid)
         self._connection = dial(
@@ -193,6 +197,7 @@ class Member:
 
     def send(self, message: Message) -> None:
         """Send a message to the conductor.  A lost channel is not an error here."""
+        self._leaving = self._leaving or is_last(message)
         try:
             self._send(message)
         except OSError:
@@ -215,7 +220,9 @@ class Member:
 
     def close(self) -> None:
         """Leave on purpose: from here on the end of the channel means nothing."""
-        self._closing = True
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
         with contextlib.suppress(OSError):  # already gone
             self._connection.socket.shutdown(socket.SHUT_RDWR)
         self._thread.join(timeout=2)
@@ -308,7 +315,9 @@ class Member:
         with self._condition:
             self._lost = self._lost or reason
             self._condition.notify_all()
-        wanted, self._closing = self._closing, True
+            if self._leaving:
+                self._condition.wait_for(lambda: self._closing, _LEAVES_WITHIN_S)
+            wanted, self._closing = self._closing, True
         if not wanted:
             self._on_abort(reason)
 

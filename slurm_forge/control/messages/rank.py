@@ -166,6 +166,13 @@ class RecoveryNeeded(Message):
     decided: str = ""
 
 
+def is_last(message: Message) -> bool:
+    """Whether the rank that sends this message leaves the launch by itself after it."""
+    if isinstance(message, RankStopped):
+        return not message.stays_s
+    return isinstance(message, RankFinished | RankFailed | RecoveryNeeded)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestProposal(Message):
     """Rank 0 proposes a request to all ranks, at a step that they agree on."""

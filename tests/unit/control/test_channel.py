@@ -29,7 +29,14 @@ from slurm_forge.control.hub_events import (
 from slurm_forge.control.messages import protocol
 from slurm_forge.control.messages.hub import Publish, RequestKind
 from slurm_forge.control.messages.links import LinkReport, QueryLinks
-from slurm_forge.control.messages.rank import Hello, Notice
+from slurm_forge.control.messages.message import Message
+from slurm_forge.control.messages.rank import (
+    Hello,
+    Notice,
+    RankFinished,
+    RankStopped,
+    RecoveryNeeded,
+)
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.vocabulary.position import LAST, Position
 from tests.channel_ends import hub_of
@@ -426,6 +433,48 @@ def test_a_rank_that_leaves_on_purpose_hears_of_no_abort() -> None:
         member = join(hub, 0)  # no_abort would raise in the reader
         member.close()
         assert not member._thread.is_alive()
+
+
+LAST_MESSAGES = [
+    RankFinished(step=3),
+    RankStopped(step=3, checkpoint=None),
+    RecoveryNeeded(cause="non_finite", step=3, text="a NaN"),
+]
+
+
+@pytest.mark.parametrize("message", LAST_MESSAGES, ids=lambda message: message.m)
+@pytest.mark.parametrize("aborted", [False, True], ids=["hub-gone", "aborted"])
+def test_a_rank_that_has_said_how_it_ended_leaves_by_itself(
+    message: Message, aborted: bool
+) -> None:
+    """Its hub may go as soon as all have said so, and that must not be its exit status."""
+    heard: list[str] = []
+    with hub_of(1) as hub:
+        member = join(hub, 0, on_abort=heard.append)
+        member.send(message)
+        if aborted:
+            hub.abort("the launch is over")
+    until(lambda: member._lost, "the end of the channel")
+    member.close()
+    assert not member._thread.is_alive()
+    assert heard == []
+
+
+@pytest.mark.parametrize(
+    ("message", "within_s"),
+    [(RankFinished(step=3), 0.05), (RankStopped(step=3, checkpoint=None, stays_s=9.0), 3600.0)],
+    ids=["does-not-leave", "stays"],
+)
+def test_a_rank_that_does_not_leave_is_ended(
+    message: Message, within_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member_module, "_LEAVES_WITHIN_S", within_s)
+    heard: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with hub_of(1) as hub:
+        member = join(hub, 0, on_abort=heard.put)
+        member.send(message)
+        hub.abort("the launch is over")
+        assert heard.get(timeout=WITHIN_S) == "the launch is over"
 
 
 def test_waiting_for_ranks_that_never_answer_has_an_end() -> None:
