@@ -23,13 +23,8 @@ from tests.slurm.truth.promises import PROMISES, VERB, Promise, keep
 pytestmark = [pytest.mark.slurm]
 
 
-@pytest.mark.parametrize(
-    "promise",
-    [
-        pytest.param(each, id=each.name, marks=() if each.representative else (pytest.mark.slow,))
-        for each in PROMISES
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.name)
 def test_what_was_promised_happens(promise: Promise, slurm: SlurmCluster, tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     kept = keep(promise, slurm, tmp_path / "promise")

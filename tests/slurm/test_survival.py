@@ -70,7 +70,7 @@ def repeated_steps(watched: Watched) -> int:
 @pytest.mark.parametrize(
     ("way", "parallel", "nodes"),
     [
-        pytest.param(Way.TEMPLATE, "ddp", 2, marks=pytest.mark.versions),
+        pytest.param(Way.TEMPLATE, "ddp", 2, marks=[pytest.mark.versions, pytest.mark.slow]),
         pytest.param(Way.STOCK, "ddp", 2, marks=pytest.mark.slow),
         pytest.param(Way.FORGE, "fsdp2", 4, marks=pytest.mark.slow),
         pytest.param(Way.TEMPLATE, "fsdp2", 4, marks=pytest.mark.slow),

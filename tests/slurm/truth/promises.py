@@ -67,7 +67,6 @@ class Promise:
     hold: float = 1.0
     #: What the site file says beside its name.
     site: Mapping[str, Any] = field(default_factory=dict)
-    representative: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +110,7 @@ _NO_REQUEUE = {"site": {"sbatch_options": ["--no-requeue"]}}
 _LONG = {"long_step": 25, "long_seconds": 60}
 
 PROMISES: tuple[Promise, ...] = (
-    Promise(name="requeue-grace", spec=_partitions("REQUEUE", _GRACE), representative=True),
+    Promise(name="requeue-grace", spec=_partitions("REQUEUE", _GRACE)),
     Promise(name="requeue-nograce", spec=_partitions("REQUEUE")),
     Promise(name="requeue-nograce-long-step", spec=_partitions("REQUEUE"), training=_LONG),
     Promise(name="cancel-grace", spec=_partitions("CANCEL", _GRACE)),
