@@ -309,5 +309,8 @@ FAULTS = {
 
 
 def inject(fault: str) -> None:
-    """Once the current stream comes to it, the device fails for good."""
-    _ops.fail(*FAULTS[fault])
+    """Once the current stream comes to it, the device fails for good; or ``hang``."""
+    if fault == "hang":
+        hang()
+    else:
+        _ops.fail(*FAULTS[fault])
