@@ -41,7 +41,7 @@ class Poisoned(Points):
 def trained(
     folder: Path, wrap: str, data: Any, *, examined: bool = True, host: bool = False, **spec: Any
 ) -> tuple[RunDirectory, list[StepSkipped]]:
-    """Two ranks that have buffers and draw from the device's generator, or from Python's as well."""
+    """Two ranks that have buffers and draw from the device's generator, and from Python's."""
     run = new_run(folder, "examined" if examined else "not", seed=3, **spec)
 
     def train(run: forge.Run) -> None:
@@ -86,13 +86,12 @@ def test_bad_data_are_named_and_nothing_else_changes(tmp_path: Path, wrap: str) 
 def test_a_step_that_is_fine_when_repeated_is_blamed_on_the_hardware(
     tmp_path: Path, wrap: str
 ) -> None:
-    """Two steps in a row: the second one was computed before the first was known, and is struck
-    again.
+    """Of two steps in a row the second one was computed before the first was known, and is struck
+    again when it begins anew.
     """
-    faults = ["nan@6:rank1", "nan@7:rank1"]
-    run, (first, second) = trained(tmp_path, wrap, Points(), inject=faults)
-    assert "computed again is finite: transient; suspect" in replay_of(first)
-    assert (first.step, second.step, second.consecutive) == (7, 8, 2)
-    (run.path / "injected").rename(run.path / "struck")
+    faults = [f"nan@{step}:rank1" for step in (3, 7, 8)]
+    run, skipped = trained(tmp_path, wrap, Points(), inject=faults)
+    assert "computed again is finite: transient; suspect" in replay_of(skipped[0])
+    assert [(each.step, each.consecutive) for each in skipped] == [(4, 1), (8, 1), (9, 2)]
     other, _ = trained(tmp_path, wrap, Points(), examined=False, inject=faults)
     assert digest(run.path, random=True) == digest(other.path, random=True)
