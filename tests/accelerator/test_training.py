@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import slurm_forge as forge
 from slurm_forge.journal import read_journal
-from slurm_forge.journal.events import PreflightMeasured, ProbeMeasured
+from slurm_forge.journal.events import DecisionTaken, PreflightMeasured, ProbeMeasured
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.training.rank.main import RankOutcome
 from slurm_forge.vocabulary.cause import Cause
@@ -165,6 +165,31 @@ def test_memory_that_runs_out_makes_the_micro_batch_smaller(tmp_path: Path, wher
     with launched(run, 2, train) as launch:
         pass
     assert finished(launch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["backward", "forward"])
+def test_on_one_rank_a_step_that_found_no_memory_begins_anew(tmp_path: Path, where: str) -> None:
+    run = new_run(tmp_path)
+
+    def train(run: forge.Run) -> None:
+        net = model(run)
+        torch.sim.set_budget(torch.sim.memory_reserved() + ROOM)
+
+        def compute(batch: Any) -> torch.Tensor:
+            fails = len(batch[0]) > 4 and run.step_number == 5
+            use_up(run.device, fails and where == "forward")
+            return Exhausting.apply(loss_of(net)(batch), fails and where == "backward")
+
+        for batch in batches(run, 12):
+            run.train_step(batch, compute)
+
+    with launched(run, 1, train) as launch:
+        pass
+    assert finished(launch)
+    (decided,) = events(run, DecisionTaken)
+    assert decided.decision.action is Action.SHRINK_MICRO_BATCH
+    assert decided.decision.plan.micro_batch == 4
 
 
 #: Bytes of a device beside the model.
