@@ -24,6 +24,7 @@ PROBE = {"every": "1s", "deadline": "2s", "silence": "4s"}
 STEPS = 100
 
 
+@pytest.mark.slow
 def test_a_probe_that_hangs_beside_the_training_is_aborted_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

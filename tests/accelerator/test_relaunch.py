@@ -58,12 +58,13 @@ def test_a_process_whose_device_has_failed_is_replaced(
     assert [(path / f"device-2-{rank}").read_text() for rank in range(2)] == ["sim:0", "sim:1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "replaced"),
     [
         ("collective", []),
-        pytest.param("host", [], marks=pytest.mark.slow),
-        pytest.param("kernel", [1], marks=pytest.mark.slow),
+        ("host", []),
+        ("kernel", [1]),
     ],
 )
 def test_behind_a_hang_every_process_is_kept_whose_device_is_idle(
