@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,14 +56,15 @@ class Mesh:
     def ranks(self) -> int:
         return torch.Size(self.shape).numel()
 
-    def make(self) -> DeviceMesh:
-        return init_device_mesh("cpu", self.shape, mesh_dim_names=self.names)
+    def make(self, device: str = "cpu") -> DeviceMesh:
+        return init_device_mesh(device, self.shape, mesh_dim_names=self.names)
 
 
 MESHES = {
     "tp": Mesh((2,), ("tp",), kind="tp"),
     "tp-sp": Mesh((2,), ("tp",), kind="tp-sp"),
     "fsdp-tp": Mesh((2, 2), ("dp_shard", "tp"), kind="fsdp-tp"),
+    "fsdp": Mesh((2,), ("dp_shard",), kind="fsdp"),
     "hsdp": Mesh((2, 2), ("dp_replicate", "dp_shard"), kind="fsdp"),
     "hsdp-tp": Mesh((2, 2, 2), ("dp_replicate", "dp_shard", "tp"), kind="hsdp-tp"),
     "cp": Mesh((2, 2), ("dp_shard", "cp"), kind="cp"),
@@ -156,9 +157,8 @@ class Net(nn.Module):
 def whole(run: forge.Run) -> Net:
     """The model before it is laid out; the same on every rank."""
     torch.manual_seed(7)
-    return Net(
-        dropout=run.args.get("dropout", 0.0), experts=run.args.get("experts", False)
-    ).double()
+    net = Net(dropout=run.args.get("dropout", 0.0), experts=run.args.get("experts", False))
+    return net.double().to(run.device)
 
 
 def stage_of(model: Net, stage: int, stages: int) -> Net:
@@ -248,11 +248,11 @@ def direct(mesh: Mesh, steps: int, before: Before = nothing) -> Callable[[forge.
     """``run.train_step`` on a mesh whose ranks all compute the loss."""
 
     def train(run: forge.Run) -> None:
-        device_mesh = mesh.make() if run.world_size > 1 else None
+        device_mesh = mesh.make(run.device.type) if run.world_size > 1 else None
         model: nn.Module = whole(run)
         if device_mesh is not None:
             model = laid_out(whole(run), mesh.kind, device_mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        optimizer = adamw(run, model.parameters())
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.9)
         run.register(model=model, optimizer=optimizer, scheduler=scheduler)
         if device_mesh is not None and mesh.kind == "ep":
@@ -295,7 +295,7 @@ def piped(mesh: Mesh, steps: int, before: Before = nothing) -> Callable[[forge.R
     """A pipeline schedule in a loop of its own; one rank alone computes the same loss."""
 
     def train(run: forge.Run) -> None:
-        device_mesh = mesh.make() if run.world_size > 1 else None
+        device_mesh = mesh.make(run.device.type) if run.world_size > 1 else None
         parts: list[nn.Module] = [whole(run)]
         schedule: Any = None
         first = last = True
@@ -317,7 +317,7 @@ def piped(mesh: Mesh, steps: int, before: Before = nothing) -> Callable[[forge.R
                 schedule = Schedule1F1B(stages[0], 2, loss_fn=mean_over_tokens)
         parameters = [parameter for part in parts for parameter in part.parameters()]
         registered = parts if len(parts) > 1 else parts[0]
-        optimizer = torch.optim.AdamW(parameters, lr=1e-2, foreach=False)
+        optimizer = adamw(run, parameters)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.9)
         run.register(model=registered, optimizer=optimizer, scheduler=scheduler)
         always_bad = set(run.args.get("bad_steps", ()))
@@ -341,6 +341,14 @@ def piped(mesh: Mesh, steps: int, before: Before = nothing) -> Callable[[forge.R
         keep(run, *parts)
 
     return train
+
+
+def adamw(run: forge.Run, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """On a device the one that leaves a bad step out by itself, where torch has it for all."""
+    parameters = list(parameters)
+    kinds = {each.device_mesh if isinstance(each, DTensor) else None for each in parameters}
+    fused = run.device.type != "cpu" and len(kinds) == 1
+    return torch.optim.AdamW(parameters, lr=1e-2, foreach=False, fused=fused)
 
 
 def part_of(

@@ -113,6 +113,15 @@ def seconds_on_device(work: dist.Work) -> float | None:
     return None
 
 
+def abort_group(group: dist.ProcessGroup) -> None:
+    """End what is under way in a group, which takes no more collectives; every rank calls it.
+
+    It may wait for the others (NCCL).  Nothing where this torch or the backend can't.
+    """
+    with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
+        group.abort()
+
+
 def nccl_version() -> str:
     """Of the library that torch was built with: NCCL's, or RCCL's on ROCm."""
     parts: tuple[object, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]

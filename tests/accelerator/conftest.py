@@ -21,6 +21,7 @@ import torch
 
 from slurm_forge.device.accelerator import kind
 from tests.accelerator.build import installed
+from tests.distributed.launches import Gate
 
 _DEADLINE_S = 300
 
@@ -69,6 +70,14 @@ def occupy() -> Callable[[torch.device], None]:
             a = a @ a / 8192
 
     return queue_work
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    """A place in the program at which ranks stay until the test lets them go."""
+    one = Gate()
+    yield one
+    one.close()
 
 
 @pytest.fixture

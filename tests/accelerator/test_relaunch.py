@@ -11,6 +11,7 @@ import pytest
 from slurm_forge.launch.render.site_choice import find_site
 from slurm_forge.launch.submit.submission import create_run
 from slurm_forge.spec import job_from_mapping
+from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Start
 from tests.accelerator.build import installed
 from tests.distributed.standing import REPOSITORY, standing
@@ -55,3 +56,45 @@ def test_a_process_whose_device_has_failed_is_replaced(
         assert launches.conclude(launches.ended()) is None
     path = run.path
     assert [(path / f"device-2-{rank}").read_text() for rank in range(2)] == ["sim:0", "sim:1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "replaced"),
+    [
+        ("collective", []),
+        ("host", []),
+        ("kernel", [1]),
+    ],
+)
+def test_behind_a_hang_every_process_is_kept_whose_device_is_idle(
+    tmp_path: Path, where: str, replaced: list[int]
+) -> None:
+    """A collective is aborted, and who waits for it is free; nobody ends a kernel that hangs."""
+    faults = {"collective": ["collective@4:rank1"], "host": ["hang@4:rank1"]}
+    job = job_from_mapping(
+        {
+            "name": "hanging",
+            "entry": "tests/accelerator/jobs.py:train",
+            "args": {"steps": 12, "fault": "hang" if where == "kernel" else None},
+            "inject": faults.get(where, []),
+            "probe": {"every": "1s", "deadline": "2s", "silence": "60s"},
+            "preflight": {"enabled": False},
+            "watchdog": {"at_least": "2s", "at_most": "5m"},
+            "recovery": {"hang": IN_PROCESS},
+        }
+    )
+    run, _ = create_run(job, runs=tmp_path, site=find_site("generic"), submitted_from=REPOSITORY)
+    with standing(run, 2, tmp_path) as launches:
+        launches._variables["PYTHONPATH"] = os.pathsep.join((str(REPOSITORY), str(installed())))
+        launches.launch()
+        launches.until(lambda: len(launches.workers) == 2, "both workers")
+        before = launches.workers
+        facts = launches.ended()
+        decision = launches.conclude(facts)
+        assert decision is not None and decision.cause is Cause.HANG
+        assert launches.launch() is Start.IN_PROCESS
+        launches.until(lambda: len(launches.workers) == 2, "both workers")
+        after = launches.workers
+        assert [rank for rank in range(2) if after[rank] != before[rank]] == replaced
+        assert launches.conclude(launches.ended()) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import slurm_forge as forge
 from slurm_forge.journal import read_journal
-from slurm_forge.journal.events import PreflightMeasured, ProbeMeasured
+from slurm_forge.journal.events import DecisionTaken, PreflightMeasured, ProbeMeasured
 from slurm_forge.run_directory import RunDirectory
 from slurm_forge.training.rank.main import RankOutcome
 from slurm_forge.vocabulary.cause import Cause
 from slurm_forge.vocabulary.decision import Action
-from tests.distributed.launches import Launch, launched, new_run
+from tests.distributed.launches import Gate, Launch, Program, launched, new_run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("sim_in_ranks")]
 
@@ -95,30 +96,40 @@ def test_a_step_waits_for_nothing_but_the_verdict_of_the_one_before(
     assert len(reasons) <= 8
 
 
-def test_a_resume_continues_bit_by_bit(tmp_path: Path) -> None:
-    def trained(name: str, stops: int | None) -> list[float]:
-        run, file = new_run(tmp_path, name, seed=3), tmp_path / f"{name}.json"
-
+def test_a_resume_continues_bit_by_bit(tmp_path: Path, gate: Gate) -> None:
+    def program(file: Path, stops: int | None) -> Program:
         def train(run: forge.Run) -> None:
             net = model(run)
             for batch in batches(run):
                 run.train_step(batch, loss_of(net))
-                if run.step_number == stops and run.rank == 0 and not run.attempt > 1:
-                    run.directory.joinpath("STOP").touch()
+                if run.step_number == stops and run.attempt == 1:
+                    gate.wait(run.rank)
             if run.rank == 0:
                 file.write_text(json.dumps(weights(net)))
 
-        for _ in range(3):
-            run.stop_file.unlink(missing_ok=True)
-            with launched(run, 2, train) as launch:
-                pass
-            if finished(launch):
-                break
-        return json.loads(file.read_text())
+        return train
 
-    whole = trained("whole", None)
-    assert all(map(math.isfinite, whole))
-    assert trained("stopped", 10) == whole
+    whole, resumed = tmp_path / "whole.json", tmp_path / "resumed.json"
+    with launched(new_run(tmp_path, "whole", seed=3), 2, program(whole, None)):
+        pass
+    run = new_run(tmp_path, "stopped", seed=3)
+    with launched(run, 2, program(resumed, 10)) as launch:
+        stop_at(launch, gate, 2)
+    with launched(run, 2, program(resumed, 10)) as launch:
+        pass
+    assert finished(launch)
+    assert all(map(math.isfinite, json.loads(whole.read_text())))
+    assert json.loads(resumed.read_text()) == json.loads(whole.read_text())
+
+
+def stop_at(launch: Launch, gate: Gate, ranks: int) -> None:
+    """Preempt a launch whose ranks wait at the gate."""
+    launch.at(gate, ranks)
+    launch.kill(ranks - 1, signal.SIGTERM)
+    launch.heard()
+    gate.open()
+    launch.outcomes = launch.group.wait(240, grace=10)
+    assert {told.outcome for told in launch.told} == {RankOutcome.STOPPED}
 
 
 @pytest.mark.slow
@@ -154,6 +165,31 @@ def test_memory_that_runs_out_makes_the_micro_batch_smaller(tmp_path: Path, wher
     with launched(run, 2, train) as launch:
         pass
     assert finished(launch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["backward", "forward"])
+def test_on_one_rank_a_step_that_found_no_memory_begins_anew(tmp_path: Path, where: str) -> None:
+    run = new_run(tmp_path)
+
+    def train(run: forge.Run) -> None:
+        net = model(run)
+        torch.sim.set_budget(torch.sim.memory_reserved() + ROOM)
+
+        def compute(batch: Any) -> torch.Tensor:
+            fails = len(batch[0]) > 4 and run.step_number == 5
+            use_up(run.device, fails and where == "forward")
+            return Exhausting.apply(loss_of(net)(batch), fails and where == "backward")
+
+        for batch in batches(run, 12):
+            run.train_step(batch, compute)
+
+    with launched(run, 1, train) as launch:
+        pass
+    assert finished(launch)
+    (decided,) = events(run, DecisionTaken)
+    assert decided.decision.action is Action.SHRINK_MICRO_BATCH
+    assert decided.decision.plan.micro_batch == 4
 
 
 #: Bytes of a device beside the model.

@@ -293,7 +293,7 @@ KINDS = [
 @pytest.mark.parametrize("mesh", KINDS)
 def test_the_norm_counts_every_parameter_once(mesh: str) -> None:
     described = meshes.MESHES[mesh]
-    run: Any = SimpleNamespace(args={"experts": mesh == "ep"})
+    run: Any = SimpleNamespace(args={"experts": mesh == "ep"}, device=torch.device("cpu"))
 
     def body(rank: int) -> float:
         device_mesh = described.make()

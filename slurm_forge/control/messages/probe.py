@@ -9,6 +9,8 @@ from slurm_forge.control.messages.message import Int, Message
 
 #: The reason in a request for a probe that also measures bandwidth.
 BANDWIDTH = "bandwidth"
+#: The reason in a request to abandon the probe under way, which hangs, and all further ones.
+ABANDON = "abandon"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,13 @@ from slurm_forge.control import Hub
 from slurm_forge.control.messages.hub import RequestKind
 from slurm_forge.control.messages.message import Message
 from slurm_forge.control.messages.monitor import StackReport, TakeStacks
-from slurm_forge.control.messages.probe import BANDWIDTH, ProbeArrived, ProbeBroke, ProbeDone
+from slurm_forge.control.messages.probe import (
+    ABANDON,
+    BANDWIDTH,
+    ProbeArrived,
+    ProbeBroke,
+    ProbeDone,
+)
 from slurm_forge.control.messages.rank import heartbeat_every_s
 from slurm_forge.control.stack_text import where
 from slurm_forge.journal.events import Event, ProbeMeasured, ProbeOff
@@ -83,6 +89,7 @@ class ProbeMonitor:
         self._next: float | None = None
         self._next_large = 0.0
         self._number: int | None = None
+        self._abandoning: int | None = None
         self._flight: Flight | None = None
         #: A verdict that evidence is gathered for.
         self._suspect: ProbeFailure | None = None
@@ -124,9 +131,11 @@ class ProbeMonitor:
                 pass
 
     def withdrawn(self, number: int) -> None:
-        """The ranks could not agree on a step in time: the next one comes at its interval."""
+        """The ranks could not agree on a step in time: the next probe comes at its interval."""
         if number == self._number:
             self._flight = None
+        elif number == self._abandoning:
+            self._abandon()
 
     def acknowledge(self) -> None:
         """The policy only warns of it: the same is not said again."""
@@ -238,9 +247,15 @@ class ProbeMonitor:
     def _switch_off(
         self, off: Off, views: Sequence[RankSeen], beside: tuple[Evidence, ...] = ()
     ) -> Event:
+        if self._flight is not None and self._flight.gpu:
+            self._abandon()
         self._off, self._flight = True, None
         why = "; ".join((off.why, *(f"{each.source}: {each.text}" for each in beside)))
         return ProbeOff(step=max(each.step for each in views), why=why)
+
+    def _abandon(self) -> None:
+        """Have all ranks give the probe's communicator up: it occupies their devices."""
+        self._abandoning = self._hub.request(RequestKind.PROBE, ABANDON, within_s=_AGREED_WITHIN_S)
 
     def _ask_network(self, ask: AskNetwork, views: Sequence[RankSeen], now: float) -> Event | None:
         """Its word comes first; where there is nobody to ask, or nothing wrong, what else it is."""

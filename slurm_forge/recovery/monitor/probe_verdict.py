@@ -30,8 +30,9 @@ _IN_KERNEL = "D"
 _PATIENCE = 10.0
 #: If a rank and its monitor are both silent, packets may be lost: this many times as long.
 _DARK = 2.0
-#: Steps that all ranks must have completed after a probe to show that training continues.
-_GOES_ON = 2
+#: Steps that all ranks must have completed after a probe to show that training continues, and on a
+#: device, of which the host is ahead.
+_GOES_ON, _GOES_ON_ON_DEVICE = 2, 3
 _PLAIN = frozenset({"train", "data"})
 
 
@@ -361,12 +362,11 @@ def _overdue(
 ) -> Nothing | AskNetwork:
     """All ranks have issued it, and it does not complete.
 
-    If it runs on CPUs and training continues, the probe itself is broken.  On a GPU it waits for
-    the work before it, which may take as long as a step.
+    If training continues, the probe itself is broken.  On a GPU it waits for the work before it,
+    which may take as long as a step.
     """
     waiting = [each for each in ranks if each.rank not in flight.latency]
-    goes_on = min(each.step for each in ranks) >= flight.step + _GOES_ON
-    if goes_on and not flight.gpu:
+    if _goes_on(flight, ranks, since):
         why = f"it did not complete within {since:.0f} s, while training continues"
         return AskNetwork(Off(why, goes_on=True))
     patience = _PATIENCE * deadline
@@ -392,6 +392,18 @@ def _overdue(
             evidence=tuple(lines),
         )
     )
+
+
+def _goes_on(flight: Flight, ranks: Sequence[RankSeen], since: float) -> bool:
+    """Whether training has passed the probe on every rank, ``since`` seconds after it was issued.
+
+    A program that reads no result may queue several steps for a device that hangs, and is stuck
+    then: in a training that continues nobody's step is nearly as old as the probe.
+    """
+    if flight.gpu and any(each.since > since / 2 for each in ranks):
+        return False
+    steps = _GOES_ON_ON_DEVICE if flight.gpu else _GOES_ON
+    return min(each.step for each in ranks) >= flight.step + steps
 
 
 # -- words -----------------------------------------------------------------------------------------

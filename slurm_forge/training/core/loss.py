@@ -81,6 +81,10 @@ class BatchLoss:
         self._averaging_ranks = ranks if averaging_ranks is None else averaging_ranks
         self._group = group
         self._device = torch.device(device)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all losses: the step is computed anew."""
         self._size = 0
         self._mean: torch.Tensor | None = None
         #: Of the first micro-batch alone, as it was passed; detached.

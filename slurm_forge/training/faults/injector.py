@@ -111,12 +111,15 @@ class FaultInjector:
     @contextlib.contextmanager
     def replay(self) -> Iterator[None]:
         """A step is recomputed to see whether it repeats: only deterministic faults strike."""
+        visit = self._struck.visit
         self._replaying = True
         try:
             yield
         finally:
             self._replaying = False
             self._new_visit()
+            # The step after it may have begun already, and begins anew.
+            self._struck.visit, self._fresh = visit, True
 
     def boundary(self, step: int, registry: Registry | None = None) -> None:
         """Before a step's forward, after ``step`` steps: signals, exceptions, a changed state.
@@ -327,12 +330,13 @@ class StruckFaults:
 
     def __init__(self, folder: Path, *, launch: str, rank: int) -> None:
         self._folder, self._launch, self._rank = folder, launch, rank
-        self._visit: dict[str, bool] = {}
+        #: The answers of this visit.
+        self.visit: dict[str, bool] = {}
         self._spent: set[str] = set()
 
     def new_visit(self) -> None:
         """A step begins, or begins again."""
-        self._visit.clear()
+        self.visit = {}
 
     def may(self, fault: Fault, step: int) -> bool:
         """Whether it strikes now, after ``step`` steps; if so, it is recorded on disk.
@@ -341,10 +345,10 @@ class StruckFaults:
         again and again.
         """
         name = _UNFIT.sub("_", str(fault)) + (f".at-{step}" if fault.times > 1 else "")
-        if name not in self._visit:
-            self._visit[name] = name not in self._spent and self._claim(name, fault, step)
+        if name not in self.visit:
+            self.visit[name] = name not in self._spent and self._claim(name, fault, step)
             self._spent.add(name)
-        return self._visit[name]
+        return self.visit[name]
 
     def _claim(self, name: str, fault: Fault, step: int) -> bool:
         make_private_directory(self._folder)

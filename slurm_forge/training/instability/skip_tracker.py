@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from slurm_forge.control import Member
 from slurm_forge.control.messages.hub import RequestKind
@@ -59,9 +59,9 @@ class LaunchGivenUp(BaseException):
 class SkipTracker:
     """Processes the verdict of every step; ``trouble`` is the conclusion.
 
-    With ``read_one_step_late`` (on a GPU) a verdict is read long after it has arrived on the host:
-    no step waits for the device.  ``spike_monitor`` is rank 0's, for values that are finite but
-    wrong.
+    With ``read_one_step_late`` (on a GPU) a verdict is read when the gradients of the next step are
+    queued: the device is never without work.  ``spike_monitor`` is rank 0's, for values that are
+    finite but wrong.
     """
 
     def __init__(
@@ -93,6 +93,8 @@ class SkipTracker:
         self._keep = 1 if read_one_step_late else 0
         self._watched = WatchedSteps(spike_monitor)
         self._unread: deque[StepRecord] = deque()
+        #: Undoes what the present step has computed, once; None outside of ``look_back``.
+        self._undo: Callable[[], object] | None = None
         self._names: Mapping[int, str] | None = None
         self._from_stream = False
         self._examined_at: int | None = None
@@ -120,6 +122,22 @@ class SkipTracker:
         self._from_stream = record.from_stream
         self._unread.append(record)
         self._read(self._keep)
+
+    def look_back(self, undo: Callable[[], object]) -> bool:
+        """Before an update: process the steps before it, whose weights are still there.
+
+        Args:
+            undo: Clears what the present step has computed; called if a step is computed again.
+
+        Returns:
+            Whether it was called, so that the present step must be computed anew.
+        """
+        if not self._unread:
+            return False
+        self._undo = undo
+        self._read(0)
+        undone, self._undo = self._undo is None, None
+        return undone
 
     def reported(self, step: int, first: int, stop: int, report: UpdateReport) -> None:
         """Process a step of a loop that updates by itself; microseconds if all is well.
@@ -369,6 +387,9 @@ class SkipTracker:
         if self._names is None:
             self._names = parameter_names(self._registry.models)
         blame = [part for each in record.applied for part in each.blame(self._names)]
+        if self._undo is not None and replay is not None and record.batch is not None:
+            self._undo()
+            self._undo = None
         faults = self._fault_injector
         with faults.replay() if faults.active else contextlib.nullcontext():
             self._examination = self._examiner.examine(

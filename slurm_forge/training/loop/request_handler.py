@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slurm_forge.control import Member
 from slurm_forge.control.messages.hub import Request, RequestKind
-from slurm_forge.control.messages.probe import BANDWIDTH
+from slurm_forge.control.messages.probe import ABANDON, BANDWIDTH
 from slurm_forge.control.messages.rank import RankStopped
 from slurm_forge.recovery.monitor.loss_anomaly import announced
 from slurm_forge.training.core.instability import ActivePlan
@@ -66,6 +66,8 @@ class RequestHandler:
                 raise RunStopped
             case RequestKind.SAVE:
                 self._save_schedule.save(request.reason)
+            case RequestKind.PROBE if self._probe is not None and request.reason == ABANDON:
+                self._probe.abandon()
             case RequestKind.PROBE if self._probe is not None:
                 if self._step_timer is not None:
                     self._step_timer.try_out()

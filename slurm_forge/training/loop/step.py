@@ -50,6 +50,7 @@ class Step:
         norm_group: dist.ProcessGroup | None = None,
         handing_over: Callable[[], None] = lambda: None,
         faults: BatchFaults | None = None,
+        look_back: Callable[[Step], bool] = lambda step: False,
     ) -> None:
         self.batch = batch
         self.applied: list[GuardedUpdate] = []
@@ -67,6 +68,8 @@ class Step:
         self._norm_group = norm_group
         self._handing_over = handing_over
         self._faults = faults
+        #: Judges the step before this one, and returns whether this one must be computed anew.
+        self._look_back = look_back
         self._exchanges = True
         self._number = 0
         #: Whether an update has begun: exceptions before that leave no trace.
@@ -168,11 +171,12 @@ class Step:
             self.optimizers.append(each)
 
     def abandon(self) -> None:
-        """After an exception before the update: restore gradients and buffers."""
+        """Before the update: restore gradients and buffers, so that the step can begin anew."""
         for optimizer in self._registry.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
         if self._buffers is not None:
             self._buffers.restore_where(True)
+        self._loss.clear()
 
     @property
     def unprotected(self) -> tuple[str, ...]:
@@ -199,12 +203,17 @@ class Step:
 
     def run(self, *, max_norm: float | None, optimizer: Optimizer | None = None) -> torch.Tensor:
         """Run the whole step in the ordinary case of a known ``compute_loss``."""
+        self._compute()
+        if self._look_back(self):
+            self._compute()
+        self.apply(optimizer, max_norm=max_norm)
+        return self.mean_loss()
+
+    def _compute(self) -> None:
         if self.compute_loss is None:
             raise AssertionError("the losses of this step come one by one")
         for micro in self.micro_batches():
             self.backward(self.compute_loss(micro))
-        self.apply(optimizer, max_norm=max_norm)
-        return self.mean_loss()
 
     def compute_first_loss(self) -> torch.Tensor:
         """Compute what ``first_loss`` would be, without any backward or update."""

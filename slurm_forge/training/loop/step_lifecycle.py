@@ -9,15 +9,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from slurm_forge.control import Member
+from slurm_forge.device.accelerator import is_accelerator
 from slurm_forge.errors import UnsupportedError, UsageError
 from slurm_forge.training.checkpointing.resume_check import FirstSteps
-from slurm_forge.training.core.host_generators import Generators, HostGenerators
+from slurm_forge.training.core.host_generators import (
+    Generators,
+    HostGenerators,
+    HostStates,
+)
 from slurm_forge.training.core.instability import ActivePlan
 from slurm_forge.training.core.loss import BatchLoss, LossHistory
 from slurm_forge.training.core.rank_layout import ActiveLayout
@@ -125,6 +131,8 @@ class StepLifecycle:
         #: The step before which the buffers were remembered.
         self._buffers_at = -1
         self._generators: Generators | None = None
+        #: Of the host when the step began, where a step may be computed anew.
+        self._host_states: HostStates | None = None
         self._started = self._timed = False
         self._begun_at = 0.0
         #: The duration of the last step, from its forward on.
@@ -278,6 +286,8 @@ class StepLifecycle:
             drop_gradients(optimizer)
         self.remember_buffers()
         # In case this step has to be recomputed.
+        if is_accelerator(self._device):
+            self._host_states = self._host.states()
         self._generators = Generators.now(self._device, self._host.torch_state())
         step = self.open
         if step is None or not step.updates:
@@ -316,7 +326,15 @@ class StepLifecycle:
             compute_loss=compute_loss,
             handing_over=_nothing if timer is None else timer.handing_over,
             faults=faults,
+            look_back=self._look_back,
         )
+
+    def _look_back(self, part: Step) -> bool:
+        """Before its update: judge the step before; whether ``part`` is to be computed anew."""
+        if not self._skip_tracker.look_back(partial(self.abandon, part)):
+            return False
+        self.remember_buffers()
+        return True
 
     @property
     def next_loss_function(self) -> LossFunction | None:
@@ -340,6 +358,8 @@ class StepLifecycle:
     def abandon(self, step: Step) -> bool:
         """Restore the state from before the step; False if a buffer can't be restored."""
         step.abandon()
+        if self._host_states is not None:
+            self._host.put_back(self._host_states)
         if self._generators is not None:
             self._generators.put_back()
         return not step.unprotected

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from slurm_forge.control import Member
 from slurm_forge.control.messages.probe import ProbeArrived, ProbeBroke, ProbeDone
 from slurm_forge.device.accelerator import is_accelerator, make_current
-from slurm_forge.device.groups import seconds_on_device, time_collectives
+from slurm_forge.device.groups import abort_group, seconds_on_device, time_collectives
 from slurm_forge.device.streams import beside, copy_to_host
 
 #: Polling intervals of a probe under way, by its age.
@@ -107,7 +107,7 @@ class Probe:
             time_collectives(group)
         self._todo: queue.SimpleQueue[_Issued | None] = queue.SimpleQueue()
         self._idle = True
-        self._closed = False
+        self._closed = self._abandoned = False
         self._thread = threading.Thread(target=self._serve, name="forge-probe", daemon=True)
         self._thread.start()
 
@@ -144,10 +144,24 @@ class Probe:
         self._todo.put(None)
         self._thread.join(_LEAVE_WITHIN_S)
 
+    def abandon(self) -> None:
+        """The probe under way hangs, and training does not: give its communicator up.
+
+        Main thread, at a boundary that all ranks agreed on; the watcher does it, and nobody waits.
+        """
+        self._closed = self._abandoned = True
+        self._todo.put(None)
+
     # -- the watcher -------------------------------------------------------------------------
 
     def _serve(self) -> None:
         make_current(self._device)
+        self._serve_probes()
+        if self._abandoned:
+            # Else its kernel keeps its part of the device, and NCCL's watchdog ends the process.
+            abort_group(self._group)
+
+    def _serve_probes(self) -> None:
         while not self._closed:
             issued = self._todo.get()
             if issued is None:

@@ -134,6 +134,22 @@ struct SimWork final : c10d::Work {
 
 using Carrier = std::function<c10::intrusive_ptr<c10d::Work>()>;
 
+// One of gloo's, and what is left to do behind it.
+struct Followed final : c10d::Work {
+  Followed(c10::intrusive_ptr<Work> first, std::function<void()> then)
+      : first(std::move(first)), then(std::move(then)) {}
+
+  bool isCompleted() override { return first->isCompleted(); }
+  bool wait(std::chrono::milliseconds timeout) override {
+    first->wait(timeout);
+    then();
+    return true;
+  }
+
+  c10::intrusive_ptr<Work> first;
+  std::function<void()> then;
+};
+
 class SimGroup final : public c10d::Backend {
  public:
   SimGroup(int rank, int size, std::chrono::milliseconds timeout, c10::intrusive_ptr<Backend> gloo)
@@ -244,7 +260,16 @@ class SimGroup final : public c10d::Backend {
     plain.reduceOp = summed(opts.reduceOp);
     return queue(
         c10d::OpType::_REDUCE_SCATTER_BASE, {output}, opts.asyncOp,
-        [this, to, from, plain]() mutable { return gloo_->_reduce_scatter_base(to, from, plain); },
+        [this, to, from, plain]() -> c10::intrusive_ptr<c10d::Work> {
+          // Not gloo's own, which does not know when it is complete.
+          const at::Tensor sum = from.contiguous().clone();
+          Tensors one{sum};
+          c10d::AllreduceOptions reducing;
+          reducing.reduceOp = plain.reduceOp;
+          return c10::make_intrusive<Followed>(gloo_->allreduce(one, reducing), [this, to, sum] {
+            to.copy_(sum.view(-1).chunk(size_)[rank_].view(to.sizes()));
+          });
+        },
         averages(opts.reduceOp) ? Tensors{to} : Tensors{}, {input});
   }
   c10::intrusive_ptr<c10d::Work> reduce_scatter_tensor_coalesced(

@@ -308,6 +308,9 @@ FAULTS = {
 }
 
 
-def inject(fault: str) -> None:
-    """Once the current stream comes to it, the device fails for good."""
-    _ops.fail(*FAULTS[fault])
+def inject(fault: str | None) -> None:
+    """Once the current stream comes to it, the device fails for good, or the kernel hangs."""
+    if fault == "hang":
+        hang()
+    elif fault is not None:
+        _ops.fail(*FAULTS[fault])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from datetime import timedelta
 from unittest import mock
@@ -13,7 +14,7 @@ from slurm_forge.control.messages import rank as rank_messages
 from slurm_forge.control.messages.hub import RequestKind
 from slurm_forge.control.messages.message import Message
 from slurm_forge.control.messages.monitor import MonitorHeartbeat
-from slurm_forge.control.messages.probe import ProbeArrived, ProbeBroke, ProbeDone
+from slurm_forge.control.messages.probe import ABANDON, ProbeArrived, ProbeBroke, ProbeDone
 from slurm_forge.control.messages.rank import heartbeat_every_s
 from slurm_forge.control.roster import MonitorView
 from slurm_forge.journal.events import Event, ProbeMeasured, ProbeOff
@@ -92,9 +93,11 @@ class Scene:
         every: timedelta | None = timedelta(seconds=60),
         bandwidth: timedelta | None = None,
         network: Network | None = None,
+        since_s: float = 1.0,
     ) -> None:
         self.hub = Hub(world)
         self.now = 0.0
+        self.since_s = since_s
         self.silent: set[int] = set()
         self.states: dict[int, str] = {}
         self.beat_s = heartbeat_every_s(world)
@@ -139,7 +142,7 @@ class Scene:
             host=view.host,
             last_message_at=self.now,
             pulse=pulse,
-            since_s=1.0,
+            since_s=self.since_s,
             state=self.states.get(rank, "S"),
         )
 
@@ -150,9 +153,9 @@ class Scene:
     def number(self) -> int:
         return len(self.hub.requests)
 
-    def arrive(self, *ranks: int) -> None:
+    def arrive(self, *ranks: int, gpu: bool = False) -> None:
         for rank in ranks:
-            self.judge.on_message((rank,), ProbeArrived(id=self.number))
+            self.judge.on_message((rank,), ProbeArrived(id=self.number, gpu=gpu))
 
     def done(self, *ranks: int, wrong: tuple[int, ...] = (), bandwidth: float = 0.0) -> None:
         for rank in ranks:
@@ -393,6 +396,31 @@ def test_a_training_that_goes_on_outlives_its_probe_whatever_the_links_are() -> 
     assert isinstance(told, ProbeOff)
     assert "n3 does not acknowledge" in told.why
     assert scene.judge.failed is None
+
+
+def test_on_a_device_all_ranks_give_up_a_probe_that_hangs_beside_the_training() -> None:
+    scene = Scene().asked()
+    scene.arrive(0, 1, 2, 3, gpu=True)
+    for rank in range(4):
+        scene.set(rank, step=scene.hub.views[rank].step + 3)
+    (told,) = scene.wait(60)
+    assert isinstance(told, ProbeOff)
+    assert scene.hub.requests[1:] == [ABANDON]
+    scene.judge.withdrawn(2)
+    assert scene.hub.requests[1:] == [ABANDON] * 2
+    assert scene.wait(600) == []
+    assert scene.judge.failed is None
+
+
+def test_a_host_that_has_queued_steps_for_a_device_that_hangs_does_not_go_on() -> None:
+    scene = Scene(since_s=math.inf).asked()
+    scene.arrive(0, 1, 2, 3, gpu=True)
+    for rank in range(4):
+        scene.set(rank, step=scene.hub.views[rank].step + 3)
+    (told,) = scene.wait(60)
+    assert isinstance(told, ProbeMeasured)
+    assert scene.judge.failed is not None
+    assert scene.judge.failed.cause is Cause.HANG
 
 
 def test_a_probe_that_breaks_alone_is_switched_off_and_said_once() -> None:

@@ -43,9 +43,10 @@ class Scene:
         self.error = ""
         monkeypatch.setattr(dist, "all_reduce", self.all_reduce)
         self.spoilt = False
+        self.aborted = threading.Event()
         self.probe = Probe(
             member=self,  # type: ignore[arg-type]
-            group=None,  # type: ignore[arg-type]
+            group=self,  # type: ignore[arg-type]
             device=torch.device("cpu"),
             rank=1,
             world_size=WORLD,
@@ -57,6 +58,9 @@ class Scene:
         with self.spoke:
             self.said.append(message)
             self.spoke.notify_all()
+
+    def abort(self) -> None:
+        self.aborted.set()
 
     def all_reduce(self, tensor: torch.Tensor, **_: Any) -> Work:
         self.sent.append(tensor)
@@ -135,3 +139,12 @@ def test_values_are_never_zero_and_change_with_every_probe() -> None:
     seen = {value_of(number, 5) for number in range(100)}
     assert 0 not in seen
     assert len(seen) == 100
+
+
+def test_a_probe_that_is_given_up_has_its_group_aborted_and_is_the_last(scene: Scene) -> None:
+    scene.probe.issue(7)
+    scene.probe.abandon()
+    assert scene.aborted.wait(20)
+    said = list(scene.said)
+    scene.probe.issue(8)
+    assert scene.said == said
