@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,8 @@ class PytestOutcome:
     skipped: int
     seconds: int
     failures: tuple[str, ...]
+    commit: str = ""
+    """Of the tests and the package, with ``-dirty`` where files differ from it."""
 
     @property
     def ok(self) -> bool:
@@ -89,17 +91,20 @@ class InstallError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0 where everything that was tried came out right."""
+    """0 if all that this call has tried passed; rows of earlier calls don't count."""
     given = _parser().parse_args(argv)
     rows = read(given.json) if given.json else []
+    passed = True
     for combination in chosen(released(), given.torch, given.python, given.check):
-        rows = merged(rows, _try(combination, given))
+        tried = _try(combination, given)
+        passed = passed and tried.ok
+        rows = merged(rows, tried)
         if given.json:
             given.json.write_text(json.dumps([asdict(each) for each in rows], indent=1) + "\n")
     print(page(rows))
     if given.page:
         given.page.write_text(page(rows))
-    return int(not all(each.ok for each in rows))
+    return int(not passed)
 
 
 # --- which -------------------------------------------------------------------------------------
@@ -279,7 +284,16 @@ def _pytest(folder: str, marks: str, python: Path, log: Path, workers: int) -> P
             command, cwd=ROOT, stdout=output, stderr=output, check=False, env=environment
         )
     seconds = (datetime.now(timezone.utc) - began).seconds
-    return pytest_outcome(log.read_text(errors="replace"), seconds, done.returncode)
+    outcome = pytest_outcome(log.read_text(errors="replace"), seconds, done.returncode)
+    return replace(outcome, commit=_commit())
+
+
+def _commit() -> str:
+    asked = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=8", "--exclude=*"],
+        capture_output=True, text=True, check=False, cwd=ROOT,
+    )  # fmt: skip
+    return asked.stdout.strip()
 
 
 def pytest_outcome(text: str, seconds: int, code: int) -> PytestOutcome:
@@ -374,7 +388,8 @@ def _bound(row: Tried) -> str:
 def _tests(run: PytestOutcome | None) -> str:
     if run is None:
         return ""
-    counts = f"{run.passed} passed, {run.skipped} skipped, {run.seconds} s"
+    counts = f"{run.passed:,} passed, {run.skipped} skipped, {run.seconds:,} s"
+    counts += f" ({run.commit})" if run.commit else ""
     return counts if run.ok else f"**{run.failed} failed**, {counts}"
 
 

@@ -197,6 +197,7 @@ class Rank:
             import torch
 
             from slurm_forge.control.brief import BRIEF_KEY, LaunchBrief
+            from slurm_forge.torch_versions import resolve_vector_functions
             from slurm_forge.training.core import rng
             from slurm_forge.training.core.memory_snapshot import record_memory_history
             from slurm_forge.training.core.process_group import (
@@ -210,6 +211,7 @@ class Rank:
                 requirements_of_run,
             )
 
+        resolve_vector_functions()
         imported = time.time()
         member, place, spec = self._member, self._place, self._file.job
         brief = parse(LaunchBrief, member.published(BRIEF_KEY, _MEET_WITHIN.total_seconds()))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from tests.compat import matrix
 from tests.compat.matrix import (
     Combination,
     PytestOutcome,
@@ -84,6 +85,22 @@ def test_checks_made_at_different_times_are_one_row(tmp_path: Path) -> None:
     assert "| 2.10.0 | 3.13 | 300 fit, 50 exist | **1 failed**, 9 passed" in table
     assert "FAILED a.py::b" in table
     assert not rows[1].ok and rows[0].ok
+
+
+@pytest.mark.parametrize("fails_now", [True, False])
+def test_the_exit_code_is_that_of_this_call_whatever_the_rows_of_earlier_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_now: bool
+) -> None:
+    file = tmp_path / "rows.json"
+    passed = replace(RUN, failed=0, failures=())
+    before = Tried(torch="2.10.0", python="3.13", date="2026-11-27", unit=passed, core=RUN)
+    file.write_text(json.dumps([asdict(before)]))
+    now = replace(before, unit=RUN if fails_now else passed, core=None)
+    monkeypatch.setattr(matrix, "released", lambda: VERSIONS)
+    monkeypatch.setattr(matrix, "_try", lambda combination, given: now)
+    command = ["--torch", "2.10", "--check", "unit", "--json", str(file)]
+    assert matrix.main(command) == int(fails_now)
+    assert read(file) == [replace(now, core=RUN)]
 
 
 def test_a_call_that_does_not_fit_is_wrong() -> None:
