@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from slurm_forge.device.groups import backends_for, small_group
 from slurm_forge.training.core.rank_variables import outlive_peers
+from slurm_forge.training.rank.in_process_relaunch import Unwinding
 from tests.distributed.ranks import start_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("sim_in_ranks")]
@@ -305,6 +306,25 @@ def test_a_rank_that_outlives_its_peers_can_tear_its_group_down(tmp_path: Path) 
     assert first.ok and first.value, first
 
 
+def test_groups_whose_collectives_wait_for_each_other_are_aborted_together(tmp_path: Path) -> None:
+    """Before a process takes part in another launch."""
+
+    def body(rank: int) -> str:
+        outlive_peers()
+        probe = dist.new_group(backend="simccl")
+        problem = ""
+        if rank == 0:
+            start_alone().wait()  # the stream
+            start_alone(probe)
+            problem = Unwinding(lambda reason: None).clear()
+        else:
+            wait_for_the_other()
+        return problem
+
+    first, _ = together(tmp_path, body)
+    assert first.ok and first.value == "", first
+
+
 def test_collectives_keep_the_order_of_their_calls_on_whatever_streams(tmp_path: Path) -> None:
     def body(rank: int) -> list[float]:
         x, y = torch.full((4,), 1.0, device="sim"), torch.full((4,), 10.0, device="sim")
@@ -395,10 +415,13 @@ def test_a_device_that_fails_ends_the_process_by_the_watchdog(
 
 
 def test_a_device_that_fails_is_left_to_the_program_where_that_was_asked(tmp_path: Path) -> None:
+    """By the variables of a rank that hosts its conductor."""
+
     def body(rank: int) -> str:
-        said = ""
+        outlive_peers()
+        group, said = dist.new_group(backend="simccl"), ""
         if rank == 0:
-            start_alone()
+            start_alone(group)
             with torch.sim.stream(torch.sim.Stream()):
                 torch.sim.inject("ecc")
             threading.Event().wait(1)
@@ -408,6 +431,6 @@ def test_a_device_that_fails_is_left_to_the_program_where_that_was_asked(tmp_pat
         wait_for_the_other()
         return said
 
-    first, _ = together(tmp_path, body, TORCH_NCCL_RETHROW_CUDA_ERRORS="0")
+    first, _ = together(tmp_path, body)
     assert first.ok and "uncorrectable ECC error" in first.value, first
     assert "watchdog thread terminated" in first.log
