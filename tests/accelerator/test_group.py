@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 
 from slurm_forge.device.groups import backends_for, small_group
+from slurm_forge.device.streams import event_behind
 from slurm_forge.training.core.rank_variables import outlive_peers
+from slurm_forge.training.monitor.collective_probe import Probe
 from slurm_forge.training.rank.in_process_relaunch import Unwinding
 from tests.distributed.ranks import start_ranks
 
@@ -374,7 +376,7 @@ def test_an_abort_ends_the_kernel_that_waits_for_others(tmp_path: Path) -> None:
 
 
 def test_a_group_of_its_own_works_beside_one_that_is_stuck(tmp_path: Path) -> None:
-    """What the probe rests on, and that groups of gloo go along with those of the device."""
+    """What the probe relies on, and that groups of gloo go along with those of the device."""
 
     def body(rank: int) -> list[float]:
         probe = small_group(
@@ -393,6 +395,48 @@ def test_a_group_of_its_own_works_beside_one_that_is_stuck(tmp_path: Path) -> No
         return found
 
     assert [each.value for each in together(tmp_path, body)] == [[2.0, 2.0]] * 2
+
+
+class Listener:
+    """The hub's end of a channel."""
+
+    def send(self, message: object) -> None:
+        """Nobody judges this probe."""
+
+
+def test_a_device_computes_the_next_step_behind_the_probe(tmp_path: Path) -> None:
+    """So that every device has the collectives of both groups in one order; no host waits."""
+
+    def body(rank: int) -> list[bool]:
+        device, done = torch.device("sim", rank), []
+        group = small_group(device, timeout=timedelta(seconds=LONG), ctas=2, description="probe")
+        probe = Probe(
+            member=Listener(),  # type: ignore[arg-type]
+            group=group,
+            device=device,
+            rank=rank,
+            world_size=2,
+            large=1 << 10,
+        )
+        for large in (False, True):
+            if rank == 1:
+                wait_for_the_other()
+            with torch.sim.without_waiting():
+                probe.issue(int(large), large=large)
+            behind = event_behind(device)
+            assert behind is not None
+            if rank == 0:
+                threading.Event().wait(0.3)
+                done.append(behind.query())
+                wait_for_the_other()
+            behind.synchronize()
+            while not probe._idle:
+                threading.Event().wait(0.01)
+        probe.close()
+        return done
+
+    first, second = together(tmp_path, body)
+    assert (first.value, second.value) == ([False, False], []), (first, second)
 
 
 @pytest.mark.parametrize("handling", ["3", "0"])

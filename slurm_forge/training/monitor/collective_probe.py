@@ -1,7 +1,10 @@
-"""The collective probe of one rank: a group of its own, for which training never waits.
+"""The collective probe of one rank: a group of its own, for which no thread of training waits.
 
 Issued at a step boundary that all ranks agreed on, so that it has the same place in every rank's
-order of collectives; watched by a thread; judged by the hub, which knows who has arrived.
+order of collectives; watched by a thread; judged by the hub, which knows who has arrived.  A device
+computes the next step behind it: NCCL excludes deadlocks of two communicators only where every
+device has their collectives in one order (its user guide, "Using multiple NCCL communicators
+concurrently").
 
 The summed tensor has a row for each rank, with its own value in its own row and zeros in all
 others.  So a value that arrives changed identifies its sender.
@@ -135,6 +138,8 @@ class Probe:
             self._member.send(ProbeBroke(id=number, text=_first_line(error)))
             return
         if first is not None:
+            if self._gpu:
+                (second or first).synchronize()  # the current stream, not the host
             self._idle = False
             self._todo.put(_Issued(number, started, first, second))
 
