@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 devices=devices,
                 environment=environment,
                 seconds_left=seconds_left("benchmarks"),
-                goals=not options.made_up,
+                rehearsal=options.made_up,
             ),
         }
         for part in options.only:
