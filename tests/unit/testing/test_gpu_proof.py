@@ -80,7 +80,7 @@ def test_figures_come_from_what_the_benchmarks_write():
                             "compute: slurm_forge, background": ours,
                             "compute: dcp.async_save, thread, kept stager": {"stall_s": 0.9},
                         }
-                    ]
+                    ],
                 }
             ]
         }
