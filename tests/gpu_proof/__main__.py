@@ -115,8 +115,9 @@ def run_tests(folder: Path, within_s: float) -> list[Check]:
     """Every test that is marked ``gpu``, by pytest in a process of its own."""
     file = folder / "junit.xml"
     words = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
-    # Of the others pytest would import every one first.
-    words += ["tests/accelerator", *_files_that_mark("gpu")]
+    # Of the others pytest would import every one first; by default it removes what earlier calls of
+    # anybody's have left in /tmp, which may take minutes.
+    words += ["tests/accelerator", *_files_that_mark("gpu"), "--basetemp", str(folder / "tests")]
     ended = None
     try:
         ended = subprocess.run(
