@@ -134,12 +134,12 @@ class Probe:
             if large and self._large is not None:
                 self._large.fill(number, spoilt)
                 second = dist.all_reduce(self._large.tensor, group=self._group, async_op=True)
+            if self._gpu and first is not None:
+                (second or first).synchronize()  # the current stream, not the host
         except RuntimeError as error:
             self._member.send(ProbeBroke(id=number, text=_first_line(error)))
             return
         if first is not None:
-            if self._gpu:
-                (second or first).synchronize()  # the current stream, not the host
             self._idle = False
             self._todo.put(_Issued(number, started, first, second))
 
