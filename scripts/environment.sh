@@ -31,13 +31,19 @@ as_root() {
     fi
 }
 
-has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
+has_nvidia() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
 
-# Gigabytes of CUDA libraries serve nobody on a machine without a GPU.
+# An accelerator of whatever kind that the torch in $venv was built for.
+torch_sees_gpu() {
+    "$py" -c 'from slurm_forge.device.accelerator import kind; raise SystemExit(kind() is None)'
+}
+
+# Gigabytes of CUDA libraries serve nobody on a machine without a GPU of NVIDIA's.  Torch for other
+# kinds is on indexes of its own, by versions of their drivers: FORGE_VENV names where it is.
 need_torch() {
     "$py" -c 'import torch' 2>/dev/null && return
     echo "installing PyTorch into $venv (a minute or two)" >&2
-    if has_gpu; then
+    if has_nvidia; then
         "$py" -m pip install -q -c constraints-dev.txt torch numpy
     else
         "$py" -m pip install -q "torch==2.13.0+cpu" numpy 2>/dev/null ||
@@ -47,7 +53,7 @@ need_torch() {
 import sys
 import torch
 if torch.version.cuda is not None:
-    sys.exit(f"this machine has no GPU, and torch {torch.__version__} is a GPU build")
+    sys.exit(f"this machine has no NVIDIA GPU, and torch {torch.__version__} is a GPU build")
 PYTHON
     fi
 }

@@ -58,8 +58,8 @@ def installed() -> Path:
 
 def _compiled(name: str) -> Path:
     """The object file of a source."""
-    source, header = _HERE / "csrc" / f"{name}.cpp", _HERE / "csrc" / "runtime.h"
-    made = cache_folder() / f"{name}-{_digest([source, header])}.o"
+    source = _HERE / "csrc" / f"{name}.cpp"
+    made = cache_folder() / f"{name}-{_digest([source, *sorted(source.parent.glob('*.h'))])}.o"
     if not made.exists():
         folders = [_TORCH / "include", _TORCH / "include/torch/csrc/api/include"]
         folders.append(Path(sysconfig.get_path("include")))

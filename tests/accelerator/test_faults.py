@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from unittest import mock
+
 import pytest
 import torch
 
-from slurm_forge.control.messages.preflight import Thoroughness
+from slurm_forge.control.messages.message import Message
+from slurm_forge.control.messages.preflight import (
+    NodeReport,
+    PreflightReport,
+    PreflightRound,
+    Thoroughness,
+)
+from slurm_forge.device.accelerator import built_for
+from slurm_forge.json_codec import parse
 from slurm_forge.training.core.error_report import cause_of, last_words
+from slurm_forge.training.core.rank_info import RankPlace
+from slurm_forge.training.preflight.main import Preflight
 from slurm_forge.training.preflight.node_checks import NodeRequirements, run_checks
 from slurm_forge.training.rank.in_process_relaunch import Unwinding
 from slurm_forge.training.rank.preload import why_not_forkable
@@ -75,6 +88,41 @@ def test_a_check_that_may_not_use_the_device_does_not_blame_the_node(sim: Device
     assert in_child(looks) == 0
     assert torch.sim.is_available()
     assert in_child(is_late) == 0
+
+
+class Hub:
+    """What a rank reports to; it asks for no collective."""
+
+    reported: NodeReport
+
+    def send(self, message: Message) -> None:
+        """The report."""
+        assert isinstance(message, PreflightReport)
+        self.reported = parse(NodeReport, message.body)
+
+    def published(self, key: str, wait_s: float) -> str:
+        """No round."""
+        return PreflightRound(groups=(), within_s=1.0).to_text()
+
+
+def test_of_several_kinds_that_torch_is_built_for_the_one_that_is_there_is_reported(
+    sim: Device,
+) -> None:
+    hub = Hub()
+    with (
+        mock.patch.object(torch.cuda, "_is_compiled", lambda: True),
+        mock.patch.object(torch.cuda, "is_available", lambda: False),
+    ):
+        assert [each.type for each in built_for()] == ["cuda", "sim"]
+        Preflight(
+            hub,  # type: ignore[arg-type]
+            RankPlace(rank=0, local_rank=0, world_size=2, job="1", restart_count=0, node="n1"),
+            NodeRequirements(thoroughness=Thoroughness.CHEAP),
+            nonce="x",
+            environ={},
+            within=timedelta(seconds=60),
+        ).run()
+    assert (hub.reported.device, hub.reported.backend) == ("sim", "simccl")
 
 
 def test_a_check_finds_a_device_that_is_broken_or_full(sim: Device) -> None:

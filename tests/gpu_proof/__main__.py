@@ -75,6 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 environment=environment,
                 seconds_left=seconds_left("runs"),
                 fused=fused,
+                preflight=not options.made_up,
             ),
             "nodes": lambda: run_across(
                 folder,
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 devices=devices,
                 environment=environment,
                 seconds_left=seconds_left("benchmarks"),
-                goals=not options.made_up,
+                rehearsal=options.made_up,
             ),
         }
         for part in options.only:
@@ -113,7 +114,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_tests(folder: Path, within_s: float) -> list[Check]:
     """Every test that is marked ``gpu``, by pytest in a process of its own."""
     file = folder / "junit.xml"
-    words = [sys.executable, "-m", "pytest", "tests", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
+    words = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
+    # Of the others pytest would import every one first; by default it removes what earlier calls of
+    # anybody's have left in /tmp, which may take minutes.
+    words += ["tests/accelerator", *_files_that_mark("gpu"), "--basetemp", str(folder / "tests")]
     ended = None
     try:
         ended = subprocess.run(
@@ -131,6 +135,11 @@ def run_tests(folder: Path, within_s: float) -> list[Check]:
         said = "" if ended is None else (ended.stdout + ended.stderr).strip()
         return [Check("tests", "all", Outcome.FAILED, said[-300:])]
     return found or [Check("tests", "all", Outcome.NOT_RUN, "pytest found no test marked gpu")]
+
+
+def _files_that_mark(mark: str) -> list[str]:
+    files = (_ROOT / "tests").rglob("test_*.py")
+    return [str(file) for file in sorted(files) if f"mark.{mark}\n" in file.read_text("utf-8")]
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -53,9 +53,13 @@ def run_scenarios(
     environment: Mapping[str, str],
     seconds_left: Callable[[], float],
     fused: bool,
+    preflight: bool = True,
     chosen: Sequence[Scenario] = SCENARIOS,
 ) -> tuple[list[Check], list[Figure]]:
-    """Train the untouched run, then each scenario, as ``slurm-forge run`` does it."""
+    """Train the untouched run, then each scenario, as ``slurm-forge run`` does it.
+
+    Without ``preflight`` only the untouched run has one: its products take a made-up device long.
+    """
     job = folder / "job.yaml"
     job.write_text(job_text(fused))
     runner = _Runner(job, folder / "runs", devices, environment, seconds_left)
@@ -72,7 +76,7 @@ def run_scenarios(
         outcome = Outcome.NOT_RUN if detail else Outcome.PASSED
         if not detail:
             try:
-                run = runner.run(f"scenario-{number}", scenario.faults)
+                run = runner.run(f"scenario-{number}", scenario.faults, preflight=preflight)
                 run.check(scenario, reference)
                 figures += run.figures(scenario)
             except _FailedError as error:
@@ -126,10 +130,12 @@ class _Runner:
     environment: Mapping[str, str]
     seconds_left: Callable[[], float]
 
-    def run(self, name: str, faults: str) -> _Run:
+    def run(self, name: str, faults: str, *, preflight: bool = True) -> _Run:
         """Train until the run is finished, held, or out of time."""
         words = [sys.executable, "-m", "slurm_forge.cli.main", "run", str(self.job), "--json"]
         words += ["--ranks", str(self.ranks), "--runs", str(self.runs), "--set", f"name={name}"]
+        if not preflight:
+            words += ["--set", "preflight.enabled=false"]
         if faults:
             words += ["--inject", faults]
         with subprocess.Popen(

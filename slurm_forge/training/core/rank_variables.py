@@ -27,6 +27,8 @@ _ERROR_HANDLING = (
     "NCCL_ASYNC_ERROR_HANDLING",
     "TORCH_XCCL_ASYNC_ERROR_HANDLING",
 )
+#: Whether the watchdog of NCCL's group ends the process for an error of the device, too.
+_RETHROW = "TORCH_NCCL_RETHROW_CUDA_ERRORS"
 
 
 def take_on(file: RunFile, *, one_node: bool = False) -> None:
@@ -50,15 +52,18 @@ def take_on(file: RunFile, *, one_node: bool = False) -> None:
 
 
 def outlive_peers() -> None:
-    """Have no process group end this process because a peer has left or does not come.
+    """Have no process group end this process because a peer has left or does not come, or because
+    the device has failed.
 
     By default the watchdog of a group on a device does (ProcessGroupNCCL.hpp of torch).  Here
-    somebody else sees to that: the conductor beside this rank, or an order to abandon the launch.
-    To be called before groups are made; what is set already stays.
+    somebody else sees to that: the conductor beside this rank, or an order to abandon the launch;
+    an error of the device is raised in the program.  To be called before groups are made; what is
+    set already stays.
     """
     here = process_environ()
     if not any(name in here for name in _ERROR_HANDLING):
-        os.environ.update({name: "0" for name in _ERROR_HANDLING if name.startswith("TORCH_")})
+        names = [name for name in _ERROR_HANDLING if name.startswith("TORCH_")]
+        os.environ.update({name: "0" for name in (*names, _RETHROW) if name not in here})
 
 
 def take_on_place(rank: int, local_rank: int, world_size: int, *, one_node: bool) -> None:

@@ -45,33 +45,45 @@ def prepare(
 
 
 def dump_into(folder: str, rank: int, to: Path) -> bool:
-    """Request a dump and copy it to ``to``; False if none appears within two seconds."""
+    """Request a dump and copy it to ``to``; False if there is none within two seconds.
+
+    Once a collective has timed out, torch's monitor has written one by itself and reads the pipe no
+    more: that one is taken.
+    """
     pipe, file = Path(folder) / f"pipe-{rank}.pipe", Path(folder) / f"trace-{rank}"
     try:
         descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:
         return False  # the pipe has no reader: no NCCL group yet
+    before = _version(file)
     try:
-        with contextlib.suppress(OSError):
-            file.unlink()
         os.write(descriptor, b"1\n")
     except OSError:
         return False
     finally:
         os.close(descriptor)
-    deadline, size = time.monotonic() + _WITHIN_S, -1
+    deadline, last = time.monotonic() + _WITHIN_S, before
     while time.monotonic() < deadline:
         time.sleep(0.1)
-        now = file.stat().st_size if file.exists() else -1
-        if now == size > 0:
+        now = _version(file)
+        if now == last != before:
             break
-        size = now
-    if not 0 < size <= _LARGEST:
+        last = now
+    if not 0 < last[1] <= _LARGEST:
         return False
     with contextlib.suppress(OSError):
         shutil.copyfile(file, to)
         return True
     return False
+
+
+def _version(file: Path) -> tuple[int, int]:
+    """When it was written, and its size; zeros if it is not there."""
+    try:
+        found = file.stat()
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_size
 
 
 def forget(folder: str) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from slurm_forge.control.messages.preflight import Check, CheckVerdict
 from slurm_forge.descendants import die_with_parent
-from slurm_forge.device.accelerator import choose_device
+from slurm_forge.device.accelerator import choose_device, kind
 from slurm_forge.signals import SAVE_SIGNALS, signal_name
 from slurm_forge.training.core.process_group import connect_store, host_store
 from slurm_forge.training.preflight.group_test import GroupTest, try_together
@@ -36,6 +36,7 @@ _POLL_S = 0.002
 _GONE_WITHIN_S = 2.0
 #: How much later than its own deadline the child may answer.
 _TO_SAY_SO_S = 0.7
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,8 @@ class Looker:
         #: Whether it ended by itself, and how.
         self._child_gone = False
         self._how = ""
+        #: What it would compute on: only the child may ask the driver.
+        self.device = _CPU
         #: In the child: groups that others may still be reading from.
         self._held_memory: list[object] = []
 
@@ -113,6 +116,7 @@ class Looker:
             text = f"{how}, in {place or 'its start'}; twice"
             seconds = round(time.monotonic() - started_at, 4)
             return (Check(name="answer", verdict=CheckVerdict.BAD, text=text, seconds=seconds),)
+        self.device = torch.device(body["device"])
         return tuple(
             Check(
                 name=each["name"],
@@ -209,7 +213,9 @@ class Looker:
                         may_use_gpu=self._may_use_gpu,
                         on_check_started=lambda name: say({"begun": name}),
                     )
-                    say({"checks": [asdict(check) for check in checks]})
+                    used = any(check.name == "gpu memory" for check in checks)
+                    device = (kind() if used else None) or _CPU
+                    say({"checks": [asdict(check) for check in checks], "device": device.type})
                 else:
                     fields = body["asked"]
                     fields["hosts"] = tuple(fields["hosts"])
@@ -219,7 +225,7 @@ class Looker:
         self, request: GroupTestRequest, say: Callable[[Mapping[str, Any]], None]
     ) -> GroupTest:
         within = timedelta(seconds=request.within_s)
-        device = torch.device("cpu")
+        device = _CPU
         if request.backend != "gloo":
             device = choose_device(self._requirements.local_rank)
         try:

@@ -29,7 +29,7 @@ from slurm_forge.control.messages.preflight import (
     round_key,
     store_key,
 )
-from slurm_forge.device.accelerator import built_for, in_use
+from slurm_forge.device.accelerator import in_use
 from slurm_forge.device.groups import backend_for
 from slurm_forge.errors import ControlChannelError
 from slurm_forge.json_codec import parse
@@ -53,7 +53,6 @@ from slurm_forge.training.preflight.node_checks import NodeRequirements
 _MEET_WITHIN = timedelta(minutes=20)
 #: A collective gets at least this long, however late the first of its ranks was.
 _LEAST_S = 0.5
-_CPU = torch.device("cpu")
 _TIMES_WITHIN = 6
 #: More names do not fit on a line of the channel; by then everybody is affected anyway.
 _MOST_NAMED = 4096
@@ -110,7 +109,7 @@ class Preflight:
 
     def _say(self, checks: tuple[Check, ...], seconds: float) -> None:
         place = self._place
-        device = self._device(checks)
+        device = self._looker.device
         report = NodeReport(
             rank=place.rank,
             host=place.host,
@@ -125,11 +124,6 @@ class Preflight:
         )
         report = replace(report, sent=time.time())
         self._member.send(PreflightReport(body=report.to_text()))
-
-    def _device(self, checks: tuple[Check, ...]) -> torch.device:
-        """The child's device: this process must not ask, which would initialize the GPU."""
-        can = any(check.name == "gpu memory" for check in checks)
-        return next(iter(built_for()), _CPU) if can else _CPU
 
     def _round(self, number: int) -> PreflightRound:
         return parse(PreflightRound, self._member.published(round_key(number), self._meet_s))

@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +19,13 @@ import torch
 
 from slurm_forge.control.messages.preflight import Check, CheckVerdict, Thoroughness
 from slurm_forge.device.accelerator import count, device_at, is_usable_here, kind
+from slurm_forge.device.health import (
+    GpuFacts,
+    parse_gpus,
+    parse_processes,
+    read_amd_gpus,
+    read_gpus,
+)
 from slurm_forge.device.memory import memory_of
 from slurm_forge.errors import ForgeError
 from slurm_forge.files import make_private_directory
@@ -27,12 +34,6 @@ from slurm_forge.open_files import open_files_allowed, open_files_needed
 from slurm_forge.site.model import EnvironmentSets
 from slurm_forge.site.variables import VariableDifferenceKind, differences
 from slurm_forge.slurm.kernel import available_memory
-from slurm_forge.training.preflight.gpu_facts import (
-    GpuFacts,
-    parse_gpus,
-    parse_processes,
-    read_gpus,
-)
 from slurm_forge.units import format_memory
 
 #: Sizes of matrices with a known product: all digits fit into every type that multiplies.
@@ -187,21 +188,19 @@ def _gpus_compute(requirements: NodeRequirements) -> Check:
 
 
 def _gpu_health() -> Check:
-    text = _nvidia_smi(GpuFacts.QUERY)
-    if not text:
-        return Check(name="", verdict=CheckVerdict.SKIPPED, text="nvidia-smi prints nothing")
-    gpus = parse_gpus(text)
-    pending = [each.index for each in gpus if each.pending]
+    gpus = parse_gpus(_nvidia_smi(GpuFacts.QUERY)) or read_amd_gpus()
+    if not gpus:
+        text = "neither nvidia-smi nor amdgpu reports errors of memory"
+        return Check(name="", verdict=CheckVerdict.SKIPPED, text=text)
+    pending = [each.name for each in gpus if each.pending]
     if pending:
-        return _bad(f"gpu {_list(pending)}: rows of memory are to be remapped at a reset")
-    errors = [each.index for each in gpus if each.uncorrected]
+        return _bad(f"gpu {', '.join(pending)}: rows of memory are to be remapped at a reset")
+    errors = [each.name for each in gpus if each.uncorrected]
     if errors:
-        return _odd(f"gpu {_list(errors)}: uncorrected memory errors since the driver was loaded")
+        return _odd(
+            f"gpu {', '.join(errors)}: uncorrected memory errors since the driver was loaded"
+        )
     return _fine()
-
-
-def _list(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, numbers))
 
 
 def _nvidia_smi(query: str) -> str:

@@ -1,12 +1,8 @@
 // Collectives of the made-up accelerator, as ProcessGroupNCCL has them: queued in the order of a
 // stream, carried out later (by gloo, on the same memory), with errors that come late.
-//
-// Read from the environment, by NCCL's names: TORCH_NCCL_ASYNC_ERROR_HANDLING (0 none, 1 tear down,
-// 2 clean up only, 3 tear down without cleaning up, the default) and TORCH_NCCL_BLOCKING_WAIT.
 
-#include "runtime.h"
+#include "watchdog.h"
 
-#include <ATen/core/ivalue.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -14,33 +10,29 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 #include <pybind11/chrono.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 
-#include <algorithm>
-#include <atomic>
-#include <condition_variable>
-#include <cstdlib>
-#include <iostream>
-#include <list>
-#include <mutex>
-#include <optional>
-#include <thread>
+#include <future>
 
 namespace {
 
 using namespace std::chrono_literals;
-using Clock = std::chrono::steady_clock;
+using sim::Communicator;
+using sim::SimWork;
 using Tensors = std::vector<at::Tensor>;
 
 constexpr auto kSim = c10::DeviceType::PrivateUse1;
-constexpr auto kLook = 50ms;    // how often the watchdog looks; NCCL's does every 100 ms
-constexpr auto kPoll = 100us;   // how often a kernel looks whether gloo is done
 
-int number_from(const char* variable, int otherwise) {
-  const char* text = std::getenv(variable);
-  return text == nullptr || *text == 0 ? otherwise : std::atoi(text);
-}
+// Python may run while this waits: the threads of a group may free tensors that have objects.
+class WithoutPython {
+ public:
+  WithoutPython() {
+    if (PyGILState_Check()) let_go_.emplace();
+  }
+
+ private:
+  std::optional<pybind11::gil_scoped_release> let_go_;
+};
 
 at::Tensor on_host(const at::Tensor& tensor) {
   return at::from_blob(
@@ -59,78 +51,6 @@ std::vector<Tensors> on_host(const std::vector<Tensors>& lists) {
   for (const auto& each : lists) made.push_back(on_host(each));
   return made;
 }
-
-// What the group, its works and its watchdog share; it outlives each of them.
-struct Shared {
-  std::mutex lock;
-  std::condition_variable changed;
-  std::atomic<bool> aborted{false};
-  bool closed = false;
-  std::string error;  // of the communicator: of gloo's, as ncclCommGetAsyncError has it
-};
-
-struct SimWork final : c10d::Work {
-  SimWork(int rank, c10d::OpType type, const Tensors& results, int at, std::chrono::milliseconds limit)
-      : Work(rank, type), results(results), device(at), limit(limit), began(Clock::now()) {}
-
-  bool isCompleted() override {
-    if (exception()) return true;
-    return end != nullptr && sim::reached(end);
-  }
-  bool isSuccess() const override { return !exception() && end != nullptr && sim::reached(end); }
-  std::exception_ptr exception() const override {
-    std::lock_guard<std::mutex> guard(mutex_);
-    return exception_;
-  }
-  Tensors result() override { return results; }
-  void synchronize() override {
-    if (end != nullptr) sim::let_wait(device, sim::current_stream(device), end);
-  }
-  // The current stream waits; the host only where it is told to.
-  bool wait(std::chrono::milliseconds timeout) override {
-    if (auto error = exception()) std::rethrow_exception(error);
-    synchronize();
-    if (blocks || timeout != kNoTimeout) {
-      const auto until = Clock::now() + (timeout == kNoTimeout ? limit : timeout);
-      while (!isCompleted()) {
-        if (Clock::now() > until) {
-          fail("timed out in a blocking wait");
-          break;
-        }
-        std::this_thread::sleep_for(kPoll);
-      }
-      if (auto error = exception()) std::rethrow_exception(error);
-    } else if (opType_ == c10d::OpType::BARRIER) {
-      sim::wait_for(end, "barrier");
-      if (auto error = exception()) std::rethrow_exception(error);
-    }
-    return true;
-  }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future; }
-  float getDuration() const override {
-    TORCH_CHECK(start != nullptr, "getDuration only works if timing was enabled");
-    TORCH_CHECK(sim::reached(start) && sim::reached(end), "the collective is under way");
-    return std::chrono::duration<float, std::milli>(end->when - start->when).count();
-  }
-  uint64_t getSequencenumber() const override { return sequence; }
-
-  void fail(const std::string& words) {
-    const std::lock_guard<std::mutex> guard(mutex_);
-    if (!exception_) {
-      exception_ = std::make_exception_ptr(c10::DistBackendError(
-          {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, words));
-    }
-  }
-
-  Tensors results;
-  int device;
-  std::chrono::milliseconds limit;
-  Clock::time_point began;
-  sim::MarkPtr start, end;
-  c10::intrusive_ptr<c10::ivalue::Future> future;
-  uint64_t sequence = 0;
-  bool blocks = false;
-};
 
 using Carrier = std::function<c10::intrusive_ptr<c10d::Work>()>;
 
@@ -154,16 +74,18 @@ class SimGroup final : public c10d::Backend {
  public:
   SimGroup(int rank, int size, std::chrono::milliseconds timeout, c10::intrusive_ptr<Backend> gloo)
       : Backend(rank, size), timeout_(timeout), gloo_(std::move(gloo)),
-        handling_(number_from("TORCH_NCCL_ASYNC_ERROR_HANDLING", 3)),
-        blocks_(number_from("TORCH_NCCL_BLOCKING_WAIT", 0) != 0) {
-    watchdog_ = std::thread([this] { watch(); });
+        blocks_(
+            sim::number_from({"TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"}, 0) != 0) {
+    if (!blocks_) watchdog_.start();
   }
 
   ~SimGroup() override {
-    close();
-    // gloo's own end waits for what is under way, which a communicator that is destroyed does not.
-    if (is_busy()) abort();
-    if (shared_->aborted) new c10::intrusive_ptr<Backend>(std::move(gloo_));
+    const WithoutPython meanwhile;
+    if (!watchdog_.is_ending()) communicator_->end_kernels();
+    watchdog_.leave();  // waits for nothing: when a process exits, the device does no more work
+    watchdog_.join();
+    // gloo's own end waits for what is under way.
+    if (communicator_->aborted) new c10::intrusive_ptr<Backend>(std::move(gloo_));
   }
 
   const std::string getBackendName() const override { return "simccl"; }
@@ -171,16 +93,27 @@ class SimGroup final : public c10d::Backend {
   void enableCollectivesTiming() override { timing_ = true; }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
+  c10d::ErrorType getError() override { return watchdog_.error(); }
 
-  // Kernels that are under way end, whatever they have done; nothing can be queued any more.
+  // Where the abort takes longer than the group's limit, it raises, but not before it is done:
+  // what std::async returns waits for its thread.
   void abort() override {
-    shared_->aborted = true;
-    shared_->changed.notify_all();
+    const WithoutPython meanwhile;
+    watchdog_.let_end();
+    auto done = std::async(std::launch::async, [this] { communicator_->abort(); });
+    TORCH_CHECK_WITH(
+        DistBackendError, done.wait_for(timeout_) == std::future_status::ready,
+        "Future for ProcessGroup abort timed out after ", timeout_.count(), " ms");
+    done.get();
+    watchdog_.stop_monitor();
   }
-  void shutdown() override { close(); }
-  c10d::ErrorType getError() override {
-    const std::lock_guard<std::mutex> guard(shared_->lock);
-    return shared_->error.empty() ? c10d::ErrorType::SUCCESS : c10d::ErrorType::REMOTE_ERROR;
+  // Waits for all that was queued, however long that takes.
+  void shutdown() override {
+    const WithoutPython meanwhile;
+    communicator_->finalize();
+    watchdog_.let_end();
+    watchdog_.join();
+    communicator_->end_kernels();
   }
 
   c10::intrusive_ptr<c10d::Work> broadcast(
@@ -352,30 +285,35 @@ class SimGroup final : public c10d::Backend {
       c10d::OpType type, const Tensors& tensors, bool own_stream, Carrier carry,
       Tensors averaged = {}, const Tensors& inputs = {}) {
     TORCH_CHECK_WITH(
-        DistBackendError, !shared_->aborted, "SIMCCL communicator was aborted on rank ", rank_, ".");
+        DistBackendError, !communicator_->aborted, "SIMCCL communicator was aborted on rank ",
+        rank_, ".");
     TORCH_CHECK(!tensors.empty() && tensors[0].is_privateuseone(), "Tensors must be SIM and dense");
     const int device = tensors[0].device().index();
     const c10::DeviceGuard guard(tensors[0].device());
     const int64_t current = sim::current_stream(device);
     const int64_t stream = own_stream ? stream_of(device) : current;
-    auto work = c10::make_intrusive<SimWork>(rank_, type, tensors, device, timeout_);
-    work->blocks = blocks_;
-    work->sequence = ++sequence_;
     if (stream != current) sim::let_wait(device, stream, sim::mark(device, current));
-    const std::lock_guard<std::mutex> in_order(order_);
+    std::unique_lock<std::mutex> in_order(communicator_->order);
     // Whatever stream each is queued on: a communicator carries them out in the order of the calls.
-    if (last_ != nullptr) sim::let_wait(device, stream, last_);
+    if (communicator_->last != nullptr) sim::let_wait(device, stream, communicator_->last);
     for (const auto& each : tensors) sim::record_stream(each.storage().mutable_data(), stream);
     for (const auto& each : inputs) sim::record_stream(each.storage().mutable_data(), stream);
-    if (timing_) work->start = sim::mark(device, stream);
-    auto shared = shared_;
+    SimWork::Queued queued;
+    queued.communicator = communicator_;
+    queued.device = device;
+    queued.limit = timeout_;
+    queued.sequence = ++sequence_;
+    queued.blocks = blocks_;
+    queued.outcome = c10::make_intrusive<c10::ivalue::Future>(c10::AnyEnumType::get());
+    if (timing_) queued.start = sim::mark(device, stream);
     const double share = 1.0 / size_;
     sim::enqueue(
         device, stream, "collective",
-        [shared, carry = std::move(carry), averaged = std::move(averaged), share]() mutable {
-          kernel(*shared, carry, averaged, share);
-        });
-    work->end = last_ = sim::mark(device, stream);
+        [communicator = communicator_, carry = std::move(carry), averaged = std::move(averaged),
+         share]() mutable { kernel(*communicator, carry, averaged, share); });
+    queued.end = communicator_->last = sim::mark(device, stream);
+    in_order.unlock();
+    auto work = c10::make_intrusive<SimWork>(rank_, type, tensors, std::move(queued));
     work->future = c10::make_intrusive<c10::ivalue::Future>(
         c10::ListType::create(c10::TensorType::get()),
         std::vector<c10::Device>{tensors[0].device()});
@@ -383,123 +321,44 @@ class SimGroup final : public c10d::Backend {
       const c10::StreamGuard on(c10::Stream(c10::Stream::UNSAFE, tensors[0].device(), stream));
       work->future->markCompleted(c10::IValue(tensors));
     }
-    const std::lock_guard<std::mutex> hold(shared_->lock);
-    under_way_.push_back(work);
+    const WithoutPython meanwhile;
+    watchdog_.watch(work->copy());
     return work;
   }
 
   // On the thread of the stream: until gloo is done, or the communicator is aborted.
-  static void kernel(Shared& shared, Carrier& carry, Tensors& averaged, double share) {
+  static void kernel(Communicator& communicator, Carrier& carry, Tensors& averaged, double share) {
     try {
-      if (shared.aborted) return;
+      if (communicator.aborted) return;
       auto work = carry();
       while (!work->isCompleted()) {
-        if (shared.aborted) {
+        if (communicator.aborted) {
           // gloo goes on: what it writes to is still there, as the allocator gives nothing back.
           static auto* const left = new std::list<c10::intrusive_ptr<c10d::Work>>();
-          const std::lock_guard<std::mutex> guard(shared.lock);
+          const std::lock_guard<std::mutex> guard(communicator.lock);
           left->push_back(std::move(work));
           return;
         }
-        std::this_thread::sleep_for(kPoll);
+        std::this_thread::sleep_for(sim::kPoll);
       }
       work->wait();
       for (auto& each : averaged) each.mul_(share);
     } catch (const std::exception& error) {
-      std::unique_lock<std::mutex> guard(shared.lock);
-      if (shared.error.empty()) shared.error = error.what();
+      std::unique_lock<std::mutex> guard(communicator.lock);
+      if (communicator.error.empty()) communicator.error = error.what();
       // A kernel whose peer is gone spins until the communicator is aborted.
-      shared.changed.wait(guard, [&] { return shared.aborted.load(); });
+      communicator.changed.wait(guard, [&] { return communicator.aborted.load(); });
     }
-  }
-
-  void watch() {
-    std::unique_lock<std::mutex> guard(shared_->lock);
-    while (!shared_->closed) {
-      shared_->changed.wait_for(guard, kLook);
-      const std::string error = shared_->error;
-      std::string words;
-      for (auto at = under_way_.begin(); at != under_way_.end();) {
-        auto work = *at;
-        guard.unlock();
-        const bool done = is_done(*work, words);
-        const auto took = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - work->began);
-        if (!done && words.empty() && !shared_->aborted) {
-          if (!error.empty()) {
-            words = "SIMCCL error: remote process exited or there was a network error: " + error;
-          } else if (took > work->limit) {
-            words = "Watchdog caught collective operation timeout: WorkSIMCCL(SeqNum=" +
-                std::to_string(work->sequence) + ", OpType=" +
-                c10d::opTypeToString(work->retrieveOpType()) + ", Timeout(ms)=" +
-                std::to_string(work->limit.count()) + ") ran for " + std::to_string(took.count()) +
-                " milliseconds before timing out.";
-          }
-          if (!words.empty()) work->fail(words);
-        }
-        guard.lock();
-        at = done ? under_way_.erase(at) : std::next(at);
-      }
-      if (!words.empty()) {
-        guard.unlock();
-        handle(words);
-        guard.lock();
-      }
-    }
-  }
-
-  bool is_busy() const {
-    return std::any_of(under_way_.begin(), under_way_.end(), [](const auto& work) {
-      std::string words;
-      return !is_done(*work, words);
-    });
-  }
-
-  static bool is_done(SimWork& work, std::string& words) {
-    try {
-      return sim::reached(work.end);
-    } catch (const std::exception& error) {
-      words = std::string("Process group watchdog thread terminated with exception: ") + error.what();
-      work.fail(words);
-      return true;
-    }
-  }
-
-  void handle(const std::string& words) {
-    if (handling_ == 0) return;
-    std::cerr << "[Rank " << rank_ << "] " << words << std::endl;
-    if (handling_ == 1 || handling_ == 2) abort();
-    if (handling_ == 1 || handling_ == 3) {
-      std::cerr << "[Rank " << rank_
-                << "] To avoid data inconsistency, we are taking the entire process down."
-                << std::endl;
-      std::terminate();
-    }
-  }
-
-  void close() {
-    {
-      const std::lock_guard<std::mutex> guard(shared_->lock);
-      shared_->closed = true;
-    }
-    shared_->changed.notify_all();
-    if (!watchdog_.joinable()) return;
-    std::optional<pybind11::gil_scoped_release> let_go;  // tensors that it frees may have objects
-    if (PyGILState_Check()) let_go.emplace();
-    watchdog_.join();
   }
 
   std::chrono::milliseconds timeout_;
   c10::intrusive_ptr<Backend> gloo_;
-  const int handling_;
   const bool blocks_;
   bool timing_ = false;
   uint64_t sequence_ = 0;
   std::vector<int64_t> streams_;
-  std::mutex order_;
-  sim::MarkPtr last_;
-  std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
-  std::list<c10::intrusive_ptr<SimWork>> under_way_;
-  std::thread watchdog_;
+  const std::shared_ptr<Communicator> communicator_ = std::make_shared<Communicator>();
+  sim::Watchdog watchdog_{communicator_};
 };
 
 }  // namespace
@@ -511,4 +370,7 @@ PYBIND11_MODULE(_group, module) {
          c10::intrusive_ptr<c10d::Backend> gloo) -> c10::intrusive_ptr<c10d::Backend> {
         return c10::make_intrusive<SimGroup>(rank, size, timeout, std::move(gloo));
       });
+  // Of torch's own backends a method that others don't have in Python.
+  module.def(
+      "get_error", [](const c10::intrusive_ptr<c10d::Backend>& group) { return group->getError(); });
 }

@@ -74,17 +74,19 @@ def test_figures_come_from_what_the_benchmarks_write():
         {
             "parts": [
                 {
+                    "size": {"gib": 0.5},
                     "rounds": [
                         {
                             "compute: slurm_forge, background": ours,
                             "compute: dcp.async_save, thread, kept stager": {"stall_s": 0.9},
                         }
-                    ]
+                    ],
                 }
             ]
         }
     )
     assert [figure.value for figure in found] == [0.2, 0.9, 0.1]
+    assert found[0].name == "a save of 0.5 GiB, lost to training"
     probe = probe_figures({"probe": {"issue_us": [60.0], "latency_us": [500.0]}})
     assert probe[0].met
     assert probe[2].value == pytest.approx(1e-4)

@@ -47,3 +47,13 @@ def test_a_dump_is_asked_for_through_the_pipe(tmp_path: Path) -> None:
     assert (tmp_path / "copy").read_bytes() == b"collectives"
     os.close(reader)
     os.close(writer)
+
+
+def test_a_dump_that_torch_has_written_at_a_timeout_is_taken(tmp_path: Path) -> None:
+    """Its monitor thread waits to end the process then, and answers nobody."""
+    os.mkfifo(tmp_path / "pipe-3.pipe")
+    reader = os.open(tmp_path / "pipe-3.pipe", os.O_RDONLY | os.O_NONBLOCK)
+    (tmp_path / "trace-3").write_bytes(b"collectives")
+    assert dump_into(str(tmp_path), 3, tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == b"collectives"
+    os.close(reader)

@@ -13,21 +13,25 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slurm_forge.control.messages.preflight import Check, CheckVerdict, Thoroughness
 from slurm_forge.device import accelerator
+from slurm_forge.device.health import (
+    GpuFacts,
+    GpuProcess,
+    parse_gpus,
+    parse_processes,
+    parse_uncorrected,
+    read_amd_gpus,
+)
 from slurm_forge.site.model import EnvironmentSets
 from slurm_forge.training.preflight import child as preflight_child
 from slurm_forge.training.preflight import node_checks
 from slurm_forge.training.preflight.child import (
     GroupTestRequest,
     Looker,
-)
-from slurm_forge.training.preflight.gpu_facts import (
-    GpuFacts,
-    GpuProcess,
-    parse_gpus,
-    parse_processes,
 )
 from slurm_forge.training.preflight.node_checks import (
     NodeRequirements,
@@ -128,14 +132,42 @@ def test_too_few_files_for_so_many_ranks_are_bad() -> None:
 
 def test_what_nvidia_smi_says() -> None:
     assert parse_gpus("0, 0, No\n1, 3, Yes\n2, [N/A], [N/A]\nError: no\n") == (
-        GpuFacts(index=0),
-        GpuFacts(index=1, uncorrected=3, pending=True),
-        GpuFacts(index=2),
+        GpuFacts(name="0"),
+        GpuFacts(name="1", uncorrected=3, pending=True),
+        GpuFacts(name="2"),
     )
     assert parse_processes("412, /usr/bin/python3, 70123\n\nx, y\n7, a, [N/A]\n") == (
         GpuProcess(pid=412, name="python3", mib=70123),
         GpuProcess(pid=7, name="a", mib=0),
     )
+
+
+@given(st.lists(st.tuples(st.sampled_from(["ue", "ce", "de"]), st.integers(0, 1 << 63))))
+def test_what_a_file_of_amdgpu_counts_is_summed(counts: list[tuple[str, int]]) -> None:
+    text = "".join(f"{word}: {number}\n" for word, number in counts)
+    assert parse_uncorrected(text) == sum(number for word, number in counts if word == "ue")
+
+
+@given(st.text(alphabet="ue:c 0123456789-²\n\t") | st.text())
+def test_a_file_of_amdgpu_may_hold_anything(text: str) -> None:
+    assert parse_uncorrected(text) >= 0
+    assert parse_uncorrected("Query currently inaccessible\n") == 0
+
+
+def test_errors_that_amdgpu_counts_are_told(tmp_path: Path) -> None:
+    assert read_amd_gpus(tmp_path) == ()
+    for card, parts in (("card0", {"umc": 0, "gfx": 2}), ("card1", {"umc": 0}), ("card2", {})):
+        folder = tmp_path / card / "device" / "ras"
+        folder.mkdir(parents=True)
+        for part, count in parts.items():
+            (folder / f"{part}_err_count").write_text(f"ue: {count}\nce: 7\n")
+    (tmp_path / "card0-DP-1").mkdir()
+    gpus = read_amd_gpus(tmp_path)
+    assert gpus == (GpuFacts(name="card0", uncorrected=2), GpuFacts(name="card1"))
+    with mock.patch.object(node_checks, "read_amd_gpus", lambda: gpus):
+        (check, *_) = run_checks(wanted(busy=True), {}, may_use_gpu=False)
+    assert (check.name, check.verdict) == ("gpu health", CheckVerdict.ODD)
+    assert check.text == "gpu card0: uncorrected memory errors since the driver was loaded"
 
 
 def test_a_check_that_hangs_is_bad_and_its_processes_are_gone(tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ def test_a_rank_that_is_to_outlive_its_peers_keeps_what_was_set(
     assert os.environ == {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_XCCL_ASYNC_ERROR_HANDLING": "0",
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     }
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):
         monkeypatch.setattr(os, "environ", {name: "1"})

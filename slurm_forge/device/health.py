@@ -1,4 +1,8 @@
-"""nvidia-smi's report on a node's GPUs, as values; empty if there is none."""
+"""What the drivers report on the state of a node's GPUs, as values; nothing where they don't.
+
+NVIDIA's by nvidia-smi, AMD's by the files of amdgpu.  Intel's xpu-smi has none: its fields for
+errors of memory were taken out in 2.4.0, as reading them could stall.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +14,21 @@ from pathlib import Path
 from typing import ClassVar
 
 _DRIVER = Path("/dev/nvidiactl")
+#: Of each card ``device/ras/…_err_count``, a file for each part of the chip.
+_CARDS = Path("/sys/class/drm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFacts:
-    """One GPU: its uncorrectable memory errors, and whether it requires a reset."""
+    """One GPU: its uncorrectable errors since the driver was loaded, and whether it requires a
+    reset.  ``name`` is the driver's: an index, or ``card0``.
+    """
 
     QUERY: ClassVar[str] = (
         "--query-gpu=index,ecc.errors.uncorrected.volatile.total,remapped_rows.pending"
     )
 
-    index: int
+    name: str
     uncorrected: int = 0
     pending: bool = False
 
@@ -43,12 +51,23 @@ def parse_gpus(text: str) -> tuple[GpuFacts, ...]:
             errors, pending = words[1], words[2].lower()
             gpus.append(
                 GpuFacts(
-                    index=int(words[0]),
+                    name=words[0],
                     uncorrected=int(errors) if errors.isdecimal() else 0,
                     pending=pending in ("yes", "1"),
                 )
             )
     return tuple(gpus)
+
+
+def parse_uncorrected(text: str) -> int:
+    """Parse a file of amdgpu that counts errors: lines such as ``ue: 0``; skip other lines.
+
+    The format is that of "AMDGPU RAS sysfs Error Count Interface" in the kernel's documentation
+    (amdgpu_ras.c), which has ``ue`` for uncorrected errors.
+    """
+    pairs = (line.partition(":") for line in text.splitlines())
+    counts = (number.strip() for word, _, number in pairs if word.strip() == "ue")
+    return sum(int(count) for count in counts if count.isascii() and count.isdecimal())
 
 
 def parse_processes(text: str) -> tuple[GpuProcess, ...]:
@@ -61,6 +80,25 @@ def parse_processes(text: str) -> tuple[GpuProcess, ...]:
             mib = int(words[-1]) if words[-1].isdecimal() else 0
             processes.append(GpuProcess(pid=int(words[0]), name=name, mib=mib))
     return tuple(processes)
+
+
+def read_amd_gpus(cards: Path = _CARDS) -> tuple[GpuFacts, ...]:
+    """What amdgpu has counted; nothing if it is not loaded, or counts no errors of its GPUs."""
+    return tuple(
+        GpuFacts(
+            name=folder.parents[1].name,
+            uncorrected=sum(parse_uncorrected(_read(file)) for file in folder.glob("*_err_count")),
+        )
+        for folder in sorted(cards.glob("card[0-9]*/device/ras"))
+        if any(folder.glob("*_err_count"))
+    )
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text("ascii", "replace")
+    except OSError:  # the driver could not ask the chip
+        return ""
 
 
 def read_gpus(query: str, *, within_s: float) -> str:
