@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import slurm_forge as forge
 from slurm_forge.testing.digest import digest
 from tests import meshes
+from tests.accelerator.test_group import together
 from tests.accelerator.test_training import stop_at
 from tests.distributed.launches import Gate, launched
 from tests.distributed.test_meshes import run_of, skips_and_rollbacks, trained
@@ -93,3 +95,15 @@ def test_a_step_waits_for_nothing_but_a_verdict(tmp_path: Path, mesh: str) -> No
     for rank in range(meshes.MESHES[mesh].ranks):
         reasons = (run.path / f"waits-{rank}").read_text().splitlines()
         assert reasons == ["Event.synchronize"] * 5
+
+
+def test_what_one_rank_sends_the_other_receives(tmp_path: Path) -> None:
+    def body(rank: int) -> list[float]:
+        x = torch.full((3,), float(rank), device="sim")
+        if rank == 1:
+            dist.send(x, 0)
+        else:
+            dist.recv(x, 1)
+        return (x * 10).tolist()
+
+    assert [each.value for each in together(tmp_path, body)] == [[10.0] * 3] * 2

@@ -70,6 +70,32 @@ struct Followed final : c10d::Work {
   std::function<void()> then;
 };
 
+// One of gloo's that is known to be complete by waiting for it alone: a thread does.
+struct Awaited final : c10d::Work {
+  struct State {
+    std::atomic<bool> done{false};
+    std::exception_ptr error;
+  };
+
+  explicit Awaited(c10::intrusive_ptr<Work> work) : state(std::make_shared<State>()) {
+    std::thread([work = std::move(work), state = state] {
+      try {
+        work->wait();
+      } catch (...) {
+        state->error = std::current_exception();
+      }
+      state->done = true;
+    }).detach();
+  }
+  bool isCompleted() override { return state->done; }
+  bool wait(std::chrono::milliseconds) override {
+    if (state->error) std::rethrow_exception(state->error);
+    return true;
+  }
+
+  std::shared_ptr<State> state;
+};
+
 class SimGroup final : public c10d::Backend {
  public:
   SimGroup(int rank, int size, std::chrono::milliseconds timeout, c10::intrusive_ptr<Backend> gloo)
@@ -227,13 +253,13 @@ class SimGroup final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> send(Tensors& tensors, int to, int tag) override {
     auto host = on_host(tensors);
     return queue(c10d::OpType::SEND, tensors, true, [this, host, to, tag]() mutable {
-      return gloo_->send(host, to, tag);
+      return c10::make_intrusive<Awaited>(gloo_->send(host, to, tag));
     });
   }
   c10::intrusive_ptr<c10d::Work> recv(Tensors& tensors, int from, int tag) override {
     auto host = on_host(tensors);
     return queue(c10d::OpType::RECV, tensors, true, [this, host, from, tag]() mutable {
-      return gloo_->recv(host, from, tag);
+      return c10::make_intrusive<Awaited>(gloo_->recv(host, from, tag));
     });
   }
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& opts) override {
