@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pwd
 import subprocess
 import time
@@ -34,7 +35,7 @@ def client_environment(base: Mapping[str, str], slurm_conf: Path) -> Mapping[str
 class SlurmClients:
     """Slurm's commands against one cluster.  Times are in seconds on a quiet machine.
 
-    Every wait is stretched by ``startup_factor``, which is measured when the cluster starts.
+    Every wait is stretched by how slow the machine was when the cluster started, and by its load.
     SlurmCommandError where a command says no, SlurmUnreachableError where it says nothing in
     time, ForgeError where a condition did not come true.
     """
@@ -52,8 +53,9 @@ class SlurmClients:
         return max(1.0, (self.trivial_job_s or 0.0) / NOMINAL_JOB_S)
 
     def deadline(self, seconds: float) -> float:
-        """``seconds`` on a quiet machine, as a time limit for this one."""
-        return seconds * self.startup_factor
+        """``seconds`` on a quiet machine, as a time limit for this one with its present load."""
+        load = os.getloadavg()[0] / (os.cpu_count() or 1)
+        return seconds * max(self.startup_factor, load)
 
     def run(
         self,
