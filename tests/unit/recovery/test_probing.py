@@ -280,15 +280,19 @@ def test_all_came_and_it_does_not_end_asks_the_network() -> None:
     assert late.otherwise.ranks == (), "two of four are no minority"
 
 
-def test_on_a_cpu_a_training_that_goes_on_outlives_its_probe_and_on_a_gpu_not() -> None:
+@pytest.mark.parametrize("gpu", [False, True])
+def test_a_training_that_goes_on_outlives_its_probe(gpu: bool) -> None:
     seen = but(ranks(), 0, 1, 2, 3, step=44)
-    given = flight(0, 1, 2, 3, step=40)
-    ask = weigh_probe(given, seen, RULES, 140.0)
+    ask = weigh_probe(flight(0, 1, 2, 3, step=40, gpu=gpu), seen, RULES, 140.0)
     assert isinstance(ask, AskNetwork)
     assert isinstance(ask.otherwise, Off)
-    on_gpu = weigh_probe(replace(given, gpu=True), seen, RULES, 140.0)
-    assert isinstance(on_gpu, AskNetwork)
-    assert isinstance(on_gpu.otherwise, ProbeFailure)
+
+
+def test_steps_that_are_queued_for_a_gpu_that_hangs_are_no_training_that_goes_on() -> None:
+    stuck = but(but(ranks(), 0, 1, 2, 3, step=44), 2, since=30.0)
+    ask = weigh_probe(flight(0, 1, 2, 3, step=40, gpu=True), stuck, RULES, 140.0)
+    assert isinstance(ask, AskNetwork)
+    assert isinstance(ask.otherwise, ProbeFailure)
 
 
 def test_on_a_gpu_a_long_step_may_be_before_it() -> None:

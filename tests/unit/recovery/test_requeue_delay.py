@@ -57,7 +57,7 @@ def test_a_short_delay_or_an_unknown_one_is_left_alone() -> None:
 
 def test_an_end_that_took_longer_is_learned_from_and_given_up_in_the_end() -> None:
     once = shortened_begin_times(PLAIN, attempts(122.0))
-    assert once is not None and once.at_exit == timedelta(seconds=9)
+    assert once is not None and once.at_exit == timedelta(seconds=18)
     assert shortened_begin_times(PLAIN, attempts(122.0, 125.0, 123.0, 124.0)) is None
     queue = shortened_begin_times(PLAIN, attempts(20.0, 4000.0))
     assert queue is not None and queue.at_exit == timedelta(seconds=6), "the queue's doing"
