@@ -295,9 +295,7 @@ def launched(
 
     def conduct() -> None:
         facts.append(conductor.watch())
-        seen = conductor._observations
-        # What the front ends do; ranks that have all said how they ended leave by themselves.
-        if seen.ending_since is not None and len(seen.left_ranks) < ranks:
+        if conductor._observations.ending_since is not None:  # what the front ends do
             hub.abort("the launch is over")
 
     conducting = threading.Thread(target=conduct, name="conductor", daemon=True)
