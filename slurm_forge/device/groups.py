@@ -118,7 +118,7 @@ def abort_group(group: dist.ProcessGroup) -> None:
 
     It may wait for the others (NCCL).  Nothing where this torch or the backend can't.
     """
-    with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
+    with contextlib.suppress(AttributeError, RuntimeError):
         group.abort()
 
 

@@ -397,8 +397,8 @@ def _overdue(
 def _goes_on(flight: Flight, ranks: Sequence[RankSeen], since: float) -> bool:
     """Whether training has passed the probe on every rank, ``since`` seconds after it was issued.
 
-    A program that reads no result may queue several steps for a device that hangs, and is stuck
-    then: in a training that continues nobody's step is nearly as old as the probe.
+    A program that reads no results may queue several steps for a device that hangs before it gets
+    stuck.  While training continues, no rank stays in one step for half as long as the probe takes.
     """
     if flight.gpu and any(each.since > since / 2 for each in ranks):
         return False

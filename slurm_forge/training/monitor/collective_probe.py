@@ -147,7 +147,8 @@ class Probe:
     def abandon(self) -> None:
         """The probe under way hangs, and training does not: give its communicator up.
 
-        Main thread, at a boundary that all ranks agreed on; the watcher does it, and nobody waits.
+        Called by the main thread at a boundary that all ranks agreed on; the watcher's thread
+        aborts the communicator, so that training does not wait.
         """
         self._closed = self._abandoned = True
         self._todo.put(None)

@@ -160,24 +160,21 @@ def can_unwind() -> bool:
 def _abort() -> None:
     import torch.distributed as dist
 
+    from slurm_forge.device.groups import abort_group
+
     if not (dist.is_available() and dist.is_initialized()):
         return
     # At once: an abort waits for the kernels of its communicator, which may be queued behind those
     # of another.  Torch aborts one after another (pytorch/pytorch#119797).
     aborting = [
-        threading.Thread(target=_abort_one, args=(group,), daemon=True)
+        threading.Thread(target=abort_group, args=(group,), daemon=True)
         for group in list(dist.distributed_c10d._world.pg_map)
     ]
     for thread in aborting:
         thread.start()
     for thread in aborting:
         thread.join()
-    dist.distributed_c10d._abort_process_group()
-
-
-def _abort_one(group: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # torch raises it again below
-        group.abort()
+    dist.distributed_c10d._abort_process_group()  # which raises what was suppressed above
 
 
 def _clear_gpu() -> str:
